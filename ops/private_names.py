@@ -165,12 +165,15 @@ NAMES = tuple(Row(*row) for row in (
     ("recorders", "transformers.utils.output_capturing", "_CAN_RECORD_REGISTRY maybe_install_capturing_hooks"),
 
     ("LoRA on experts", "deepspeed.module_inject.auto_ep:AutoEP",
-     "__init__(self, model, config, ...) _replace_moe_layer_without_retarget(self, spec, ...)"),
+     "__init__(self, model, config, ...) _replace_moe_layer_without_retarget(self, spec, ...) "
+     "replace_moe_layers(self, specs, ...)"),
     ("LoRA on experts", "deepspeed.module_inject.auto_ep_config:AutoEPConfig", ".moe_layer_pattern"),
     ("LoRA on experts", "peft", "PeftModel"),
     ("LoRA on experts", "peft.tuners.lora.layer:ParamWrapper",
      "get_param ._did_swap_in_out_features .num_experts .parameter_name"),
-    ("LoRA on experts", "peft.tuners.lora.layer:LoraLayer", ".base_layer .lora_A .lora_B .scaling"),
+    ("LoRA on experts", "peft.tuners.lora.layer:LoraLayer", ".base_layer .lora_A .lora_B .scaling get_base_layer"),
+    ("LoRA on experts", "peft.tuners.lora.layer:Linear", "forward(self, x, ...)"),
+    ("LoRA on experts", "torch.nn:Module", "._forward_hooks"),
     ("LoRA on experts", "peft.tuners.tuners_utils:BaseTunerLayer", "active_adapters disable_adapters"),
     ("LoRA on experts", "peft.utils.other", "AuxiliaryTrainingWrapper"),
 
@@ -252,6 +255,7 @@ NAMES = tuple(Row(*row) for row in (
      "autotp_size module_state_dict save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters) "
      "zero_gather_16bit_weights_on_model_save(self)"),
     ("saving", "deepspeed.runtime.config:DeepSpeedConfig", ".expert_parallel_config"),
+    ("saving", "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3", "checkpoint_event_epilogue(self)"),
     ("saving", f"{_PRESETS}.base:MoELayerSpec",
      ".e_score_correction_bias_path .expert_storage .expert_w1_name .expert_w2_name .expert_w3_name "
      ".shared_experts_gate_name .shared_experts_name"),

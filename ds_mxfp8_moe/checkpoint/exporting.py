@@ -22,7 +22,7 @@ from ..compute.mx import TILE, MXTensor
 from ..layers.lora import unmerged_adapters
 from ..layers.say import print_on_rank_0
 from ..transport.deadline import tell_peers, tell_peers_on_error
-from .gathering import Gather, engine_of, unpartitioned
+from .gathering import Gather, engine_of, restore_persistent, unpartitioned
 from .published import ExpertStack, Published, published
 
 FORMATS = ("model", "fp8")
@@ -140,6 +140,7 @@ def _parts(model: Published, weights: str, bucket_bytes: int,
         del experts  # in ZeRO-3, copies
     for pair in model.rest(gather):
         yield pair,
+    restore_persistent(model.engine)
     if rounding.changed:
         trained = {"frozen weights" if isinstance(next(iter(stack.weights.values())), MXTensor) else
                    f"blocks of {stack.recipe.block_size}" if stack.recipe else "unquantised weights"

@@ -25,8 +25,8 @@ from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ..layers.frozen_experts import WEIGHTS, frozen_layers
-from ..layers.lora import ADAPTERS, base_prefix, is_peft
-from ..layers.presets import CORRECTION_BIAS, added_preset, gate_and_up_in_turn, router_names
+from ..layers.lora import base_prefix, is_peft, published_parts
+from ..layers.presets import added_preset, gate_and_up_in_turn
 from ..layers.say import print_on_rank_0
 from ..transport.deadline import deadline_for, ranks_of
 
@@ -94,7 +94,8 @@ def whole_state_dict(model: torch.nn.Module, expert_parallel: AutoEPConfig,
     Collective, unless `needs_peers` is false.
 
     Args:
-        model: a transformers model, or a PeftModel around one. Names begin as in its own state dict.
+        model: a transformers model, a PeftModel around one, or a module that holds one of these. Names begin as in its
+            own state dict.
         expert_parallel: DeepSpeed's section "expert_parallel", with which AutoEP made the layers.
         skeleton: the model as transformers builds it, if the caller has it already.
         keep: whether this rank gets the result. By default rank 0 does; the others get None.
@@ -124,20 +125,51 @@ def autoep_layers(model: torch.nn.Module) -> dict[str, AutoEPMoELayer]:
     return {name: module for name, module in model.named_modules() if isinstance(module, AutoEPMoELayer)}
 
 
-def base_of(model: torch.nn.Module) -> tuple[torch.nn.Module, str]:
-    """The transformers model, and its name in `model`, which is "" unless a PeftModel holds it.
+def held_model(model: torch.nn.Module) -> tuple[torch.nn.Module, str]:
+    """The transformers model or PeftModel that a module is or holds, and its name there ("" if it is the module).
+
+    Of several, it is the one that has AutoEP's layers.
 
     Raises:
-        TypeError: there is none.
+        TypeError: there is none, or more than one. Or it has classic MoE layers, which transformers does not know.
     """
     from transformers import PreTrainedModel
 
-    base = model.get_base_model() if is_peft(model) else model
-    if not isinstance(base, PreTrainedModel) or any(layer.ep_size > 1 for layer in classic_layers(base).values()):
-        raise TypeError("the model is no transformers PreTrainedModel, and no PeftModel around one, or it has classic "
-                        f"MoE layers: it is a {type(base).__name__}. Its weights are written by "
-                        "engine.save_16bit_model")
+    found: dict[str, torch.nn.Module] = {}
+    for name, module in model.named_modules():
+        if (is_peft(module) or isinstance(module, PreTrainedModel)) and not any(
+                f"{name}.".startswith(f"{outer}." if outer else "") for outer in found):
+            found[name] = module
+    held = [(one, name) for name, one in found.items() if len(found) == 1 or autoep_layers(one)]
+    classic = any(layer.ep_size > 1 for layer in classic_layers(model).values())
+    if len(held) != 1 or classic:
+        call = "engine.save_checkpoint" if autoep_layers(model) else "engine.save_16bit_model"
+        raise TypeError("expected a transformers model, a PeftModel around one, or a module that holds one of these; "
+                        f"the engine has a {type(model).__name__}, which "
+                        + ("has classic MoE layers" if classic else f"holds {len(held)} of them")
+                        + f". Its weights are written by {call}")
+    return held[0]
+
+
+def base_of(model: torch.nn.Module) -> tuple[torch.nn.Module, str]:
+    """The transformers model in `held_model`, and its name in `model`."""
+    held, _ = held_model(model)
+    base = held.get_base_model() if is_peft(held) else held
     return base, next(name for name, module in model.named_modules() if module is base)
+
+
+def beside_held(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of a module that are not the `held_model`'s, such as a value head's, by their names."""
+    _, name = held_model(model)
+    return {} if not name else {key: value for key, value in model.state_dict(keep_vars=True).items()
+                                if not key.startswith(f"{name}.")}
+
+
+def restore_persistent(engine: DeepSpeedEngine) -> None:
+    """Gathers the parameters that ZeRO-3 keeps whole, and that gathering has partitioned, as DeepSpeed's own
+    consolidation does. Collective: every call that gathers a model ends with it."""
+    if is_partitioned(engine.module) and hasattr(engine.optimizer, "checkpoint_event_epilogue"):
+        engine.optimizer.checkpoint_event_epilogue()
 
 
 def engine_of(given: Any) -> DeepSpeedEngine:
@@ -168,8 +200,7 @@ def refuse_tensor_parallelism(engine: DeepSpeedEngine) -> None:
 
 
 def skeleton_of(model: torch.nn.Module) -> torch.nn.Module:
-    """The model as transformers builds it from its config, on the meta device. Of a PeftModel, the one that it holds.
-    """
+    """The model of `base_of` as transformers builds it from its config, on the meta device."""
     model, _ = base_of(model)
     with torch.device("meta"):
         skeleton = type(model)(copy.deepcopy(model.config)).to(model.dtype)
@@ -248,14 +279,9 @@ def _layer_tensors(layer, source, spec: MoELayerSpec, own: dict, gather: Gather,
 
     `dequantised`: its experts are held in MXFP8, and wanted.
     """
-    gate, correction_bias = router_names(spec)
     shapes = {key: tensor.shape for key, tensor in source.state_dict().items()}
-    renamed = {"router.gate.": f"{gate}.", f"router.{CORRECTION_BIAS}": correction_bias,
-               "shared_experts.": f"{spec.shared_experts_name}.",
-               "shared_experts_gate.": f"{spec.shared_experts_gate_name}.",
-               ADAPTERS: ADAPTERS}  # PEFT looks for them under their modules' names
     for key, value in own.items():
-        for prefix, name in renamed.items():
+        for prefix, name in published_parts(spec).items():
             if key.startswith(prefix):
                 tensor = gather.whole(value)
                 if tensor is not None:

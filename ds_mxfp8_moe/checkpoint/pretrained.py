@@ -3,15 +3,26 @@
 
 import copy
 import os
+from dataclasses import replace
 from typing import Any
 
 import deepspeed.comm as dist
 
 from ..compute.mx import TILE
 from ..layers.lora import saves_adapters
+from ..layers.say import print_on_rank_0
 from ..transport.deadline import PeerFailure, deadline_for, tell_peers_on_error
 from .exporting import checked, stream
-from .gathering import base_of, check_complete, engine_of, skeleton_of, whole_state_dict
+from .gathering import (
+    base_of,
+    beside_held,
+    check_complete,
+    engine_of,
+    held_model,
+    restore_persistent,
+    skeleton_of,
+    whole_state_dict,
+)
 from .published import Published
 from .writing import Shards, size_in_bytes
 
@@ -32,8 +43,9 @@ def save_pretrained(engine: Any, save_directory: str | os.PathLike, weights: str
     model with classic layers, it writes a state dict in this format, with the names that it has with `ep_size=1`.
 
     Args:
-        engine: what `initialize` or `accelerator.prepare` returned, over a transformers model or a PeftModel around
-            one. Or a Hugging Face Trainer whose `train` has begun.
+        engine: what `initialize` or `accelerator.prepare` returned, over a transformers model, a PeftModel around one,
+            or a module that holds one of these, which is then written without what the module has beside it. Or a
+            Hugging Face Trainer whose `train` has begun.
         save_directory: a folder. Only rank 0 writes to it.
         weights: "model" or "fp8".
         kwargs: with "model", arguments of the model's own `save_pretrained`, for example max_shard_size. With "fp8",
@@ -48,7 +60,7 @@ def save_pretrained(engine: Any, save_directory: str | os.PathLike, weights: str
     if weights == "model":
         outcome = _write_unquantized(engine, save_directory, **kwargs)
     else:
-        outcome = _write_fp8(checked(engine, weights), save_directory, **kwargs)
+        outcome = _write_fp8(replace(checked(engine, weights), beside={}), save_directory, **kwargs)
     outcome = [outcome]
     with deadline_for(dist.get_world_group(), engine.device, "save_pretrained, while rank 0 writes"):
         dist.broadcast_object_list(outcome, src=0)
@@ -59,15 +71,24 @@ def save_pretrained(engine: Any, save_directory: str | os.PathLike, weights: str
 def _write_unquantized(engine, directory, **kwargs) -> str | None:
     """Returns rank 0's error."""
     model, expert_parallel = engine.module, engine._config.expert_parallel_config
-    base_of(model)
-    if adapters := saves_adapters(model):
-        state, saver = whole_state_dict(model, expert_parallel, _of_adapters(model)), model
+    held, place = held_model(model)
+    start = f"{place}." if place else ""
+    if beside := beside_held(model):
+        print_on_rank_0(f"mxfp8_moe: save_pretrained writes the {type(held).__name__} that the {type(model).__name__} "
+                        f"holds as {place!r}, and leaves out {len(beside)} tensors beside it "
+                        f"({', '.join(list(beside)[:3])}): engine.save_16bit_model writes all of them")
+    if adapters := saves_adapters(held):
+        saver, wanted = held, _of_adapters(held)
     else:
-        saver = skeleton_of(model)
+        saver, wanted = skeleton_of(model), lambda name, value: True
         vars(saver.config).pop("quantization_config", None)  # of the files that the model was loaded from
-        state = whole_state_dict(model, expert_parallel, skeleton=saver)
+    state = whole_state_dict(
+        model, expert_parallel, lambda name, value: name.startswith(start) and wanted(name.removeprefix(start), value),
+        skeleton=None if adapters else saver)
+    restore_persistent(engine)
     if dist.get_rank() > 0:
         return None
+    state = {name.removeprefix(start): tensor for name, tensor in state.items()}
     try:
         if not adapters:
             check_complete(state, saver)

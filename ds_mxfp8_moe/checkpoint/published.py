@@ -28,9 +28,11 @@ from .gathering import (
     Gather,
     autoep_layers,
     base_of,
+    beside_held,
     check_complete,
     classic_layers,
     classic_tensors,
+    held_model,
     skeleton_of,
     specs_of,
     tensors,
@@ -103,12 +105,14 @@ class Published:
     Attributes:
         stacks: the experts that it holds one by one.
         adapted: see `adapted_weights`.
+        beside: see `beside_held`.
     """
 
     engine: DeepSpeedEngine
     names: Names
     stacks: list[ExpertStack]
     adapted: dict[int, torch.nn.Module] = field(default_factory=dict)
+    beside: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def rest(self, gather: Gather) -> Iterator[tuple[str, torch.Tensor]]:
         """(published name, tensor) of all but `stacks`, one by one. Collective. Nothing where not `gather.keep`.
@@ -117,6 +121,10 @@ class Published:
         for name, tensor in _tensors(self.engine.module, self.names.skeleton, self.names.specs, gather, of_stacks):
             if name not in self.names.tied:
                 yield self.names.others.get(name, name), tensor
+        for name, value in self.beside.items():
+            tensor = gather.whole(value)
+            if gather.keep:
+                yield name, tensor
 
 
 def published(engine: DeepSpeedEngine) -> Published:
@@ -138,7 +146,7 @@ def published(engine: DeepSpeedEngine) -> Published:
     stacks = [ExpertStack(layers[name], _autoep_weights(layers[name].experts), roles,
                           [f"{name}.experts.{key}" for key in WEIGHTS.values()], _recipe(layers[name]))
               for name, roles in names.experts.items()]
-    return Published(engine, names, stacks, adapted_weights(engine.module))
+    return Published(engine, names, stacks, adapted_weights(engine.module), beside_held(engine.module))
 
 
 def _autoep_weights(experts: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -177,17 +185,17 @@ def _recipe(layer) -> Recipe | None:
 
 def _tensors(model: torch.nn.Module, skeleton: torch.nn.Module | None, specs: dict[str, MoELayerSpec],
              gather: Gather, without: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name in the skeleton, tensor) of all but adapters, which are merged, and `without`.
+    """(name in the skeleton, tensor) of all of the `held_model` but adapters, which are merged, and `without`.
 
     `without`: names in the engine's model.
     """
     if skeleton is None:
         yield from classic_tensors(model, gather, lambda name, value: name not in without)
         return
-    _, prefix = base_of(model)
+    (held, _), (_, prefix), without = held_model(model), base_of(model), {*without, *beside_held(model)}
     for name, tensor in tensors(model, specs, skeleton, gather,
-                                lambda name, value: name not in without and merged_name(name, model, prefix)):
-        yield merged_name(name, model, prefix), tensor
+                                lambda name, value: name not in without and merged_name(name, held, prefix)):
+        yield merged_name(name, held, prefix), tensor
 
 
 @dataclass(frozen=True)

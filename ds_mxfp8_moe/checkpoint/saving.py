@@ -25,7 +25,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ..layers.frozen_experts import frozen_layers
-from ..layers.lora import has_adapters, is_peft, saves_adapters, with_pefts_names
+from ..layers.lora import has_adapters, is_peft, saves_adapters, with_module_names, with_published_names
 from ..layers.patches import lent, wrap
 from ..layers.say import say_if_missing
 from ..transport.deadline import tell_peers_on_error
@@ -37,6 +37,7 @@ from .gathering import (
     is_partitioned,
     needs_peers,
     refuse_tensor_parallelism,
+    restore_persistent,
     whole_state_dict,
 )
 
@@ -80,11 +81,11 @@ def save_whole_models(engine: DeepSpeedEngine) -> None:
          lambda plain, exclude_frozen_parameters=False: _state_dict(engine, exclude_frozen_parameters))
     if transformers:
         for name, module in engine.module.named_modules():
-            if name and isinstance(module, transformers.PreTrainedModel) and autoep_layers(module):
+            saves_itself = is_peft(module) or isinstance(module, transformers.PreTrainedModel)
+            if name and saves_itself and autoep_layers(module):
                 vars(module)[MARK] = None
-    if is_peft(engine.module):
-        wrap(peft.PeftModel, "save_pretrained", _save_adapters)
     if peft:
+        wrap(peft.PeftModel, "save_pretrained", _save_adapters)
         # PeftModel has it from peft.peft_model, transformers from peft, and scripts from any of these.
         for module in (peft, peft.peft_model, peft.utils, peft.utils.save_and_load):
             wrap(module, "get_peft_model_state_dict", _adapters_of)
@@ -104,10 +105,13 @@ def _state_dict(engine: DeepSpeedEngine, exclude_frozen_parameters: bool = False
         return value.requires_grad or not exclude_frozen_parameters or name in buffers
 
     if autoep_layers(engine.module):
-        return whole_state_dict(engine.module, engine._config.expert_parallel_config, wanted)
-    keep = dist.get_rank() == 0
-    state = dict(classic_tensors(engine.module, Gather(keep), wanted))
-    return state if keep else None
+        state = whole_state_dict(engine.module, engine._config.expert_parallel_config, wanted)
+    else:
+        keep = dist.get_rank() == 0
+        state = dict(classic_tensors(engine.module, Gather(keep), wanted))
+        state = state if keep else None
+    restore_persistent(engine)
+    return state
 
 
 def _save_16bit_model(engine: DeepSpeedEngine, plain: Callable, save_dir: str | os.PathLike,
@@ -177,8 +181,11 @@ def _save_adapters(plain: Callable, model: Any, *args, **kwargs) -> None:
 
 
 def _adapters_of(plain: Callable, model: Any, *args, **kwargs) -> dict:
-    # What is written as adapters. PEFT finds them by the names of their modules.
-    return with_pefts_names(plain(model, *args, **kwargs), model)
+    # What is written as adapters.
+    given = inspect.signature(plain).bind(model, *args, **kwargs)
+    if given.arguments.get("state_dict") is not None:
+        given.arguments["state_dict"] = with_module_names(given.arguments["state_dict"], model)
+    return with_published_names(plain(*given.args, **given.kwargs), model)
 
 
 def _writes_nothing(arguments: dict) -> bool:

@@ -24,6 +24,7 @@ from ..layers.autoep import CONVERTED_EXPERTS, MXFP8AutoEPMoELayer
 from ..layers.classic import LayerSettings, MoE, MXFP8MOELayer
 from ..layers.extended_experts import ExtendedGroupedExperts
 from ..layers.frozen_experts import frozen_layers, frozen_of, hold_quantized, wants_mxfp8
+from ..layers.lora import adapted_parts
 from ..layers.recognise import ExpertsAtConversion, foreign_code, recognise
 from ..ops.private_names import missing
 
@@ -159,8 +160,8 @@ def _placement(layer: torch.nn.Module) -> str:
 
 def _trained(layer: torch.nn.Module) -> str:
     """What of the experts is trained, if it is not their weights alone."""
-    if hasattr(layer, "expert_adapters"):
-        return f", with PEFT's adapters of {' and '.join(layer.expert_adapters.parameter_names())}"
+    if parts := adapted_parts(layer):
+        return f", with PEFT's adapters of {', '.join([*parts[:-2], ' and '.join(parts[-2:])])}"
     experts = getattr(layer, "deepspeed_moe", layer).experts
     return "" if any(p.requires_grad for p in experts.parameters()) else ", experts frozen, no adapters"
 

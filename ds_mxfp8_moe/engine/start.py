@@ -21,7 +21,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from ..config import SECTION, ConfigError, MXFP8MoEConfig, parse
 from ..layers.found import converted_layers
 from ..layers.held_experts import holds_experts, quantised_experts
-from ..layers.lora import adapted_experts
+from ..layers.lora import adapted_layers
 from ..layers.patches import wrap
 from ..layers.presets import added_preset
 from ..layers.recorders import named_recorders
@@ -88,7 +88,7 @@ def _preparing(config: MXFP8MoEConfig, model: torch.nn.Module | None) -> Iterato
             if config.enabled:
                 _refuse_empty(model)
                 contexts = {"FP8 experts": quantised_experts(model), "recorders": named_recorders(),
-                            "added presets": added_preset(model), "LoRA on experts": adapted_experts(model),
+                            "added presets": added_preset(model), "LoRA on experts": adapted_layers(model),
                             "own optimizer": any_groups_allowed(),
                             "frozen_experts": frozen_experts_held(config, model)}
                 for feature, context in contexts.items():

@@ -77,12 +77,17 @@ def extend(layer: AutoEPMoELayer, name: str, module: nn.Module) -> None:
     Args:
         module: a call returns what ExtendedGroupedExperts.biases or .adapters does.
     """
-    for parameter in module.parameters():
-        parameter.allreduce = True
-        parameter.ds_zero_placement_family = "replicated"
+    mark_replicated(module)
     setattr(layer, name, module)
     layer.experts.__class__ = ExtendedGroupedExperts
     layer.experts.held = (layer, )
+
+
+def mark_replicated(module: nn.Module) -> None:
+    """Lets DeepSpeed treat the parameters of a module that it does not know as equal on all ranks."""
+    for parameter in module.parameters():
+        parameter.allreduce = True
+        parameter.ds_zero_placement_family = "replicated"
 
 
 def local(tensor_E: torch.Tensor, layer_slice: tuple[int, int]) -> torch.Tensor:

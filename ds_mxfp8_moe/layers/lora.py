@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA by PEFT on the experts of AutoEP layers.
+"""LoRA by PEFT on the experts and routers of AutoEP layers.
 
-PEFT (`LoraConfig(target_parameters=[...])`) wraps a module of stacked experts, once for each of its parameters. AutoEP
-does not recognise a wrapped module. So the wrappers are taken off while AutoEP makes its layers. They then become a
-part of the layer, where PEFT's own functions find them, for example those that switch adapters off.
+PEFT (`LoraConfig(target_parameters=[...])`) wraps a module of stacked experts, once for each of its parameters, and a
+router. AutoEP does not recognise a wrapped module. So the wrappers are taken off while AutoEP makes its layers. They
+then become a part of the layer, where PEFT's own functions find them, for example those that switch adapters off.
 
 The layer does not merge adapters into weights. It multiplies rows by the two factors (ffn/expert_ffn.py), which needs
-no gradient of the experts' weights and leaves these, and their quantised copies, as they are.
+no gradient of the experts' weights and leaves these, and their quantised copies, as they are. A router's adapter is
+PEFT's usual one of a linear layer, since AutoEP's router computes its logits by one.
 """
 
 import re
@@ -26,9 +27,9 @@ from torch import nn
 
 from ..compute.formula import LowRank, gate_then_up
 from ..config import ConfigError
-from .extended_experts import extend, local
+from .extended_experts import extend, local, mark_replicated
 from .patches import patched
-from .presets import gate_and_up_in_turn
+from .presets import CORRECTION_BIAS, gate_and_up_in_turn, router_names
 
 RANK_MULTIPLE = 8  # 16 bytes of a 16-bit dtype
 ADAPTERS = "expert_adapters.wrapper."  # how the adapters' names begin in an AutoEP layer
@@ -177,14 +178,17 @@ def _is_wrapper(module: nn.Module) -> bool:
     return isinstance(module, ParamWrapper)
 
 
-def _wraps_stacks(module: nn.Module) -> bool:
-    """Whether an adapter targets a parameter [E, ..., ...] of the module."""
-    stacks = (one.get_param() for one in wrappers_of(module))
-    return any(len(getattr(p, "ds_shape", p.shape)) == 3 for p in stacks)
+def _hides_weights(module: nn.Module) -> bool:
+    """Whether PEFT has wrapped a module of stacked experts [E, ..., ...], or a router that is not a linear layer."""
+    chain = wrappers_of(module)
+    if not chain or isinstance(chain[-1].base_layer, nn.Linear):
+        return False
+    return any(one.parameter_name == "weight" or len(getattr(p, "ds_shape", p.shape)) == 3
+               for one in chain for p in (one.get_param(), ))
 
 
 @contextmanager
-def adapted_experts(model: nn.Module | None) -> Iterator[None]:
+def adapted_layers(model: nn.Module | None) -> Iterator[None]:
     """Inside the context, AutoEP finds the MoE blocks of a model that PEFT has changed, and keeps their adapters.
 
     A PeftModel's blocks are looked for under their names in the model that it holds, unless "expert_parallel" has a
@@ -196,8 +200,11 @@ def adapted_experts(model: nn.Module | None) -> Iterator[None]:
     if model is None or "peft" not in sys.modules:
         yield
         return
+    from peft.tuners.lora.layer import LoraLayer
+
     off = {(parent, name): child for parent in model.modules() for name, child in parent.named_children()
-           if _wraps_stacks(child) and not _is_wrapper(parent)}
+           if _hides_weights(child) and not _is_wrapper(parent)}
+    routers = []
 
     def init(plain, self, given, config, *args, **kwargs):
         inner = given.get_base_model() if is_peft(given) and config.moe_layer_pattern is None else given
@@ -205,22 +212,51 @@ def adapted_experts(model: nn.Module | None) -> Iterator[None]:
 
     def replace_layer(plain, self, spec, *args, **kwargs):
         block = self.model.get_submodule(spec.moe_module_name)
+        place, _, name = router_names(spec)[0].rpartition(".")
+        place = block.get_submodule(place)
+        gate = off.pop((place, name), None) or getattr(place, name)
+        if isinstance(gate, LoraLayer):
+            setattr(place, name, gate.get_base_layer())
         _refuse_lost_adapters(block, spec)
         layer, sources = plain(self, spec, *args, **kwargs)
+        layer.published_parts = published_parts(spec)
+        if isinstance(gate, LoraLayer):
+            routers.append((layer.router, gate))
         wrapper = off.pop((block, spec.experts_name), None)
         if wrapper is not None:
             extend(layer, "expert_adapters", ExpertAdapters(wrapper, spec, layer))
         return layer, sources
 
+    def replace_layers(plain, self, *args, **kwargs):
+        sources = plain(self, *args, **kwargs)
+        for router, adapter in routers:
+            _adapt_router(router, adapter)
+        return sources
+
     for (parent, name), wrapper in off.items():
         setattr(parent, name, wrappers_of(wrapper)[-1].base_layer)
     try:
-        with patched(AutoEP, "__init__", init), \
+        with patched(AutoEP, "__init__", init), patched(AutoEP, "replace_moe_layers", replace_layers), \
                 patched(AutoEP, "_replace_moe_layer_without_retarget", replace_layer):
             yield
     finally:
         for (parent, name), wrapper in off.items():
             setattr(parent, name, wrapper)
+
+
+def _adapt_router(router: nn.Module, adapter: nn.Module) -> None:
+    """Puts PEFT's adapter of the original router around the linear layer of AutoEP's.
+
+    transformers' hook, which records the logits, moves to the adapter. DeepSpeed has put it onto the linear layer.
+    """
+    from peft.tuners.lora.layer import Linear
+
+    gate = router.gate
+    if _is_wrapper(adapter):
+        adapter.__class__ = Linear  # with one matrix in place of a stack, the factors are the same
+    adapter.base_layer, router.gate = gate, adapter
+    adapter._forward_hooks, gate._forward_hooks = gate._forward_hooks, adapter._forward_hooks
+    mark_replicated(adapter)
 
 
 def _refuse_lost_adapters(block: nn.Module, spec: MoELayerSpec) -> None:
@@ -230,10 +266,28 @@ def _refuse_lost_adapters(block: nn.Module, spec: MoELayerSpec) -> None:
     kept = tuple(f"{name}." for name in (spec.shared_experts_name, spec.shared_experts_gate_name) if name)
     for name, module in block.named_modules():
         if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)) and not f"{name}.".startswith(kept):
-            raise ConfigError(f"{spec.moe_module_name}.{name} is wrapped by PEFT, which AutoEP would lose, since it "
-                              "makes routers and experts anew. In MoE blocks, expert parallelism takes adapters of "
-                              f"shared experts, and of the stacked weights {spec.expert_w1_name} and "
-                              f"{spec.expert_w2_name} (target_parameters)")
+            raise ConfigError(f"{spec.moe_module_name}.{name} is wrapped by PEFT's {type(module).__name__}, which "
+                              "AutoEP would lose, since it makes routers and experts anew. In MoE blocks, expert "
+                              "parallelism takes LoRA of routers, of shared experts and of the stacked weights "
+                              f"{spec.expert_w1_name} and {spec.expert_w2_name}, and shared experts in "
+                              'modules_to_save. Take it out of the LoraConfig; target_modules="all-linear" works')
+
+
+def published_parts(spec: MoELayerSpec) -> dict[str, str]:
+    """How names in an AutoEP layer begin -> how the same names begin in the block that it replaced.
+
+    The experts' own weights and biases are not among them: AutoEP arranges them in another way.
+    """
+    gate, correction_bias = router_names(spec)
+    return {"router.gate.": f"{gate}.", f"router.{CORRECTION_BIAS}": correction_bias,
+            "shared_experts.": f"{spec.shared_experts_name}.",
+            "shared_experts_gate.": f"{spec.shared_experts_gate_name}.", ADAPTERS: f"{spec.experts_name}."}
+
+
+def adapted_parts(layer: nn.Module) -> list[str]:
+    """What of an MoE layer has adapters, beside its shared experts."""
+    names = layer.expert_adapters.parameter_names() if hasattr(layer, "expert_adapters") else []
+    return [*names, "the router"] if has_adapters(getattr(layer, "router", None)) else names
 
 
 def base_prefix(layer: AutoEPMoELayer) -> str:
@@ -242,15 +296,24 @@ def base_prefix(layer: AutoEPMoELayer) -> str:
     return "" if adapters is None else "base_layer." * len(wrappers_of(adapters.wrapper))
 
 
-def with_pefts_names(state: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
-    """Adapters by the names that plain PEFT gives to them. `state` has those of the modules in `model`."""
-    renamed = {f"{name}.{ADAPTERS}": f"{name}.{layer.expert_adapters.experts_name}."
-               for name, layer in model.named_modules() if hasattr(layer, "expert_adapters")}
-    found = {}
-    for key, tensor in state.items():
-        start = next((start for start in renamed if key.startswith(start)), None)
-        found[key if start is None else renamed[start] + key.removeprefix(start)] = tensor
+def with_published_names(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """`state`, which has the names of the modules in `model`, with the names that plain PEFT gives to adapters."""
+    renamed = {f"{name}.{own}": f"{name}.{published}" for name, layer in model.named_modules()
+               for own, published in getattr(layer, "published_parts", {}).items()}
+    starts, found = tuple(renamed), {}
+    for key, value in state.items():
+        if key.startswith(starts):
+            start = next(start for start in starts if key.startswith(start))
+            key = renamed[start] + key.removeprefix(start)
+        found[key] = value
     return found
+
+
+def with_module_names(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """The inverse of `with_published_names`: PEFT finds adapters by the names of their modules."""
+    own = {key: key for key in model.state_dict()}
+    of_published = with_published_names(own, model)
+    return {key if key in own else of_published.get(key, key): value for key, value in state.items()}
 
 
 def merged_name(name: str, model: nn.Module, prefix: str) -> str | None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA by PEFT on the experts of AutoEP layers: trained like plain Hugging Face with PEFT, and loaded by these."""
+"""LoRA by PEFT on experts, routers and shared experts of AutoEP layers: trained like plain Hugging Face with PEFT, and
+loaded by these."""
 
 import contextlib
 import io
@@ -43,15 +44,15 @@ def with_adapters(net, seed=1, rank=4, targets=("gate_up_proj", "down_proj"), pr
     return peft.get_peft_model(net, config)
 
 
-def build(net, section, stage=0, ep_size=2, **changes):
-    optimizer = {"type": "SGD", "params": {"lr": LEARNING_RATE, "momentum": 0.9}}
+def build(net, section, stage=0, ep_size=2, rate=LEARNING_RATE, **changes):
+    optimizer = {"type": "SGD", "params": {"lr": rate, "momentum": 0.9}}
     return ds_mxfp8_moe.initialize(model=net, config=ds_config(section, stage, ep_size, optimizer=optimizer,
                                                                **changes))[0]
 
 
-def plain_losses(net, steps, ranks):
+def plain_losses(net, steps, ranks, rate=LEARNING_RATE):
     """Of plain Hugging Face and PEFT on the batches of all ranks: [steps, ranks]."""
-    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=LEARNING_RATE, momentum=0.9)
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=rate, momentum=0.9)
     losses = []
     for step in steps:
         of_ranks = [net(input_ids=ids, labels=ids).loss for ids in (batch(step, rank) for rank in range(ranks))]
@@ -151,6 +152,64 @@ def test_one_layer_beside_deepspeeds_own_path(ranks2):
         assert min(mxfp8.values()) >= 21, mxfp8
 
 
+# ---------------------------------------------------------------- target_modules="all-linear"
+
+TARGETS = {
+    "all": {"target_modules": "all-linear", "task_type": "CAUSAL_LM"},  # experts and routers, or what is shared
+    "one router": {"target_modules": ["q_proj"], "target_parameters": ["layers.1.mlp.gate.weight"]},
+    "biases": {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj", "router.weight"],
+               "bias": "all"},
+    "whole gate": {"target_modules": ["q_proj", "shared_expert.up_proj"], "modules_to_save": ["shared_expert_gate"]}}
+
+
+def adapted_everywhere(family, targets):
+    net = model(family)
+    torch.manual_seed(1)
+    return peft.get_peft_model(net, peft.LoraConfig(r=4, init_lora_weights=False, **TARGETS[targets]))
+
+
+def everywhere(directory, stage, family, targets):
+    """Losses of plain PEFT and of an engine, the latter's held-out loss, and its exported weights."""
+    plain, net = (adapted_everywhere(family, targets) for _ in range(2))
+    engine = build(net, BF16, stage, rate=0.05, gradient_clipping=0.0)  # rounding changes no choice of experts
+    if dist.get_rank() == 0:
+        plain.save_pretrained(directory / "plain")
+    losses = [of_ranks[dist.get_rank()] for of_ranks in plain_losses(plain, range(3), 2, rate=0.05)]
+    ours = train_engine(engine, range(3))
+    ds_mxfp8_moe.save_pretrained(engine, directory / "ours")
+    state = saving._state_dict(engine)  # what accelerator.get_state_dict returns, also for the Trainer's checkpoints
+    if dist.get_rank() == 0:
+        net.save_pretrained(directory / "trainer", state_dict=state)
+        if stage < 3:
+            net.save_pretrained(directory / "own")
+    exported = {name: tensor.clone() for name, tensor in ds_mxfp8_moe.export_weights(engine, weights="model")}
+    ds_mxfp8_moe.convert(engine, {"enabled": False})
+    return losses, ours, held_out_loss(engine), exported
+
+
+# Mixtral's loss includes the routers' logits.
+@pytest.mark.parametrize("stage, family, targets", slow_except(
+    [(3, "qwen3_moe", "all"), (1, "mixtral", "all"), (0, "mixtral", "one router"), (1, "deepseek_v3", "all"),
+     (3, "qwen2_moe", "all"), (0, "qwen2_moe", "whole gate"), (1, "gpt_oss", "biases")],
+    (3, "qwen3_moe", "all"), (0, "mixtral", "one router"), (3, "qwen2_moe", "all"), (0, "qwen2_moe", "whole gate")))
+def test_routers_and_shared_experts_train_and_are_saved_like_plain_pefts(ranks2, tmp_path, stage, family, targets):
+    results = ranks2.run(everywhere, tmp_path, stage, family, targets)
+    for plain, ours, _, _ in results:
+        assert ours == pytest.approx(plain, rel=1e-5)
+    wanted = set(load_file(tmp_path / "plain" / "adapter_model.safetensors"))
+    assert any(".mlp." in name for name in wanted)
+    for name in ("ours", "trainer", "own")[:2 if stage == 3 else 3]:
+        assert set(load_file(tmp_path / name / "adapter_model.safetensors")) == wanted
+        net = peft.PeftModel.from_pretrained(model(family), tmp_path / name)
+        assert [loss for _, _, loss, _ in results] == pytest.approx([held_out_loss(net)] * 2, abs=1e-5)
+    net.merge_and_unload().save_pretrained(tmp_path / "merged")
+    merged, exported = load_file(tmp_path / "merged" / "model.safetensors"), results[0][-1]
+    assert merged.keys() == exported.keys()
+    for name, tensor in merged.items():
+        if ".experts." not in name:  # those: test_exporting.py
+            assert torch.allclose(tensor, exported[name], atol=1e-5), name
+
+
 # ---------------------------------------------------------------- saving and loading
 
 
@@ -235,11 +294,11 @@ def test_training_goes_on_from_a_checkpoint(ranks2, tmp_path, stage, exclude):
 def switched(section):
     """Held-out losses of plain PEFT and of an engine: with the adapter, without, with another one, with both, and with
     one that PEFT had merged before."""
-    results = []
+    results, targets = [], ["experts.gate_up_proj", "experts.down_proj", "gate.weight"]
     for sharded in (False, True):
-        net = adapted()
+        net = adapted(targets=targets, prefix="")
         net.add_adapter("other", peft.LoraConfig(r=5, init_lora_weights=False, target_modules=["q_proj"],
-                                                 target_parameters=["experts.gate_up_proj", "experts.down_proj"]))
+                                                 target_parameters=targets))
         torch.manual_seed(3)
         for name, p in net.named_parameters():
             if "lora_" in name:
@@ -252,7 +311,7 @@ def switched(section):
         losses.append(held_out_loss(called))
         net.base_model.set_adapter(["default", "other"])
         losses.append(held_out_loss(called))
-        merged = adapted()
+        merged = adapted(targets=targets, prefix="")
         merged.merge_adapter()
         losses.append(held_out_loss(build(merged, section) if sharded else merged))
         results.append(losses)
@@ -271,9 +330,8 @@ def refused():
     assert net.get_model_status().trainable_params > 0 and "gate_up_proj" in repr(net)
     with pytest.raises(RuntimeError, match="PEFT cannot merge adapters into their weights.*save_pretrained"):
         net.merge_and_unload()
-    with pytest.raises(ConfigError, match=r"layers.0.mlp.gate is wrapped by PEFT, which AutoEP would lose"):
-        build(adapted(targets=["down_proj", "gate.weight"], prefix=""), BF16)
-    with pytest.raises(ConfigError, match=r"layers.0.mlp.gate is wrapped by PEFT, which AutoEP would lose"):
+    with pytest.raises(ConfigError, match="layers.0.mlp.gate is wrapped by PEFT's ModulesToSaveWrapper, which AutoEP "
+                       "would lose.*Take it out of the LoraConfig"):
         build(peft.get_peft_model(model(), peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["gate"])), BF16)
     with pytest.raises(ConfigError, match="mlp.experts: an adapter targets gate_up_proj_bias; expert parallelism"):
         build(adapted("gpt_oss", targets=["gate_up_proj", "gate_up_proj_bias"]), BF16)

@@ -2,14 +2,19 @@
 """Each way of saving that an engine and its model have: plain transformers loads the files with the same held-out
 loss, or an error names the call that writes such files. test_trainer.py has those of the Trainer and Accelerate."""
 
+import contextlib
+import gc
+import io
+
 import accelerate
 import deepspeed.comm as dist
 import peft
 import pytest
 import torch
 import transformers
-from autoep_models import ds_config, model, train_engine
+from autoep_models import batch, ds_config, model, train_engine
 from models import Layout, Net, make_engine, train_steps
+from safetensors.torch import load_file
 from slow import slow_except
 from test_pretrained import build, held_out_loss, loaded
 
@@ -113,7 +118,7 @@ def saved_own(directory):
     engine = ds_mxfp8_moe.initialize(model=OwnModel(), config=config)[0]
     with pytest.raises(RuntimeError, match="this OwnModel holds one rank's part .* cannot save itself"):
         engine.module.save_pretrained(directory)
-    with pytest.raises(TypeError, match="has classic MoE layers: it is a OwnModel.* engine.save_16bit_model"):
+    with pytest.raises(TypeError, match="a OwnModel, which has classic MoE layers. .*by engine.save_16bit_model"):
         save_pretrained(engine, directory)
 
 
@@ -130,6 +135,86 @@ def without_the_flag():
 
 def test_with_the_flag_off_saving_is_deepspeeds(ranks2):
     assert ranks2.run(without_the_flag) == [[], []]
+
+
+class Critic(torch.nn.Module):
+    """A module of a user's own around a Hugging Face model."""
+
+    def __init__(self, lora):
+        super().__init__()
+        net = model("qwen2_moe")
+        self.backbone = peft.get_peft_model(net, peft.LoraConfig(init_lora_weights=False, target_modules=[
+            "q_proj", "up_proj"])) if lora else net
+        self.value_head = torch.nn.Linear(64, 1)
+        self.config = net.config
+
+    def forward(self, input_ids):
+        hidden = self.backbone(input_ids=input_ids, output_hidden_states=True).hidden_states[-1]
+        return self.value_head(hidden).square().mean()
+
+
+def saved_critic(directory, stage, lora):
+    """The value of a text, the names that are written beside the Hugging Face model, and what is printed."""
+    net = Critic(lora)
+    place = r"backbone\.(base_model\.model\.)?model\.layers\.\d+\.mlp"
+    section = {"enabled": True, "recipe": "bf16"}
+    engine = ds_mxfp8_moe.initialize(model=net, config=ds_config(section, stage, 2, {"moe_layer_pattern": place}))[0]
+    engine.backward(engine(batch(0)))
+    engine.step()
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        save_pretrained(engine, directory / "model")
+    with pytest.raises(RuntimeError, match=r"Every rank calls ds_mxfp8_moe.save_pretrained\(engine"):
+        net.backbone.save_pretrained(directory / "own") if stage == 3 or not lora else (
+            net.backbone.get_base_model().save_pretrained(directory / "own"))
+    assert engine.save_16bit_model(directory)
+    exported = {name: tensor.clone() for name, tensor in ds_mxfp8_moe.export_weights(engine, weights="model")}
+    engine.eval()
+    with torch.no_grad():
+        return engine(batch(99, rank=0)).item(), exported, told.getvalue()
+
+
+@pytest.mark.parametrize("stage, lora", [(3, False), (1, True)])
+def test_a_module_around_a_model(ranks2, tmp_path, stage, lora):
+    (value, exported, told), _ = ranks2.run(saved_critic, tmp_path, stage, lora)
+    kind = "PeftModel" if lora else "Qwen2MoeForCausalLM"
+    assert f"writes the {kind} that the Critic holds as 'backbone', and leaves out 2 tensors beside it" in told
+    state = torch.load(tmp_path / "pytorch_model.bin")
+    net = Critic(lora)
+    assert not any(net.load_state_dict(state)) and net(batch(99, rank=0)).item() == pytest.approx(value, abs=1e-5)
+    if lora:
+        net.backbone = peft.PeftModel.from_pretrained(model("qwen2_moe"), tmp_path / "model")
+    else:
+        net.backbone = loaded(tmp_path / "model")
+    assert net(batch(99, rank=0)).item() == pytest.approx(value, abs=1e-5)
+    if lora:
+        net.backbone = net.backbone.merge_and_unload()
+    net.backbone.save_pretrained(tmp_path / "merged")
+    assert set(exported) == {*load_file(tmp_path / "merged" / "model.safetensors"), "value_head.weight",
+                             "value_head.bias"}
+
+
+def gathered_again(directory):
+    """How many parameters ZeRO-3 keeps whole, and of how many of them that is true after each collective call."""
+    net = model()
+    zero = {"stage3_param_persistence_threshold": 500}
+    engine = ds_mxfp8_moe.initialize(model=net, config=ds_config({"enabled": True}, 3, 2, zero_optimization=zero))[0]
+    train_engine(engine, range(1))
+    kept = [p for p in net.parameters() if p.ds_persist]
+    calls = [lambda: save_pretrained(engine, directory / "model"), lambda: engine.save_16bit_model(directory),
+             engine._zero3_consolidated_16bit_state_dict,
+             lambda: list(ds_mxfp8_moe.export_weights(engine, weights="model")),
+             lambda: next(ds_mxfp8_moe.export_weights(engine, weights="model", rank_0_only=True), None)]
+    counts = []
+    for call in calls:
+        call()
+        gc.collect()  # an iterator that was not iterated to its end
+        counts.append(sum(p.shape == p.ds_shape for p in kept))
+    return len(kept), counts
+
+
+def test_parameters_that_zero3_keeps_whole_are_whole_after_each_call(ranks2, tmp_path):
+    for kept, counts in ranks2.run(gathered_again, tmp_path):
+        assert kept > 4 and counts == [kept] * 5
 
 
 LORA = peft.LoraConfig(target_modules=["q_proj", "v_proj"])
