@@ -6,7 +6,7 @@ each weight, and a scale for each tile of 128x128. On Hopper, and with `"scale_b
 the bytes that training multiplies with. Where they are not, one line says by how much they differ.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -72,10 +72,16 @@ def checked(engine: Any, weights: str) -> Published:
     return model
 
 
-def stream(model: Published, weights: str, bucket_bytes: int = 2**30,
-           rank_0_only: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-    """The iterator of `export_weights`."""
-    remaining = _parts(model, weights, bucket_bytes, rank_0_only)
+def stream(model: Published, weights: str, bucket_bytes: int = 2**30, rank_0_only: bool = False,
+           after_part: Callable[[], None] = lambda: None) -> Iterator[tuple[str, torch.Tensor]]:
+    """The iterator of `export_weights`. `after_part`: called between exchanges, on every rank as often."""
+
+    def parts() -> Iterator[Iterable[tuple[str, torch.Tensor]]]:
+        for pairs in _parts(model, weights, bucket_bytes, rank_0_only):
+            yield pairs
+            after_part()
+
+    remaining = parts()
     try:
         for pairs in remaining:  # `yield from remaining` would close it too early
             yield from pairs

@@ -4,6 +4,7 @@
 import copy
 import os
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import deepspeed.comm as dist
@@ -11,7 +12,8 @@ import deepspeed.comm as dist
 from ..compute.mx import TILE
 from ..layers.lora import saves_adapters
 from ..layers.say import print_on_rank_0
-from ..transport.deadline import PeerFailure, deadline_for, tell_peers_on_error
+from ..transport.deadline import tell_peers_on_error
+from ..transport.rank_0 import RankZeroWrites
 from .exporting import checked, stream
 from .gathering import (
     base_of,
@@ -24,6 +26,7 @@ from .gathering import (
     whole_state_dict,
 )
 from .published import Published
+from .staging import README, stage_of, staged
 from .writing import Shards, size_in_bytes
 
 
@@ -46,30 +49,33 @@ def save_pretrained(engine: Any, save_directory: str | os.PathLike, weights: str
         engine: what `initialize` or `accelerator.prepare` returned, over a transformers model, a PeftModel around one,
             or a module that holds one of these, which is then written without what the module has beside it. Or a
             Hugging Face Trainer whose `train` has begun.
-        save_directory: a folder. Only rank 0 writes to it.
+        save_directory: a folder. Only rank 0 writes to it. An earlier model in it stays whole until the new one is:
+            there has to be room for both. Other files of the folder stay.
         weights: "model" or "fp8".
         kwargs: with "model", arguments of the model's own `save_pretrained`, for example max_shard_size. With "fp8",
-            max_shard_size alone: bytes, or a text like "5GB".
+            max_shard_size alone: bytes, or a text like "5GB". With push_to_hub, files are written in place.
 
     Raises:
         TypeError: there is no engine, or it has no transformers model. With "fp8", nor classic layers.
         ValueError: the model has no form in this block FP8; see `export_weights`.
         RuntimeError: the model is split by tensor parallelism. Or rank 0 could not write; raised on every rank.
+        PeerFailure: rank 0 has died, or its files have not grown for two deadlines.
     """
     engine = engine_of(engine)
     if weights == "model":
-        outcome = _write_unquantized(engine, save_directory, **kwargs)
+        base_of(engine.module)
+        write = partial(_write_unquantized, engine)
     else:
-        outcome = _write_fp8(replace(checked(engine, weights), beside={}), save_directory, **kwargs)
-    outcome = [outcome]
-    with deadline_for(dist.get_world_group(), engine.device, "save_pretrained, while rank 0 writes"):
-        dist.broadcast_object_list(outcome, src=0)
-    if outcome[0] is not None:
-        raise RuntimeError(f"the model could not be saved to {os.fspath(save_directory)}: {outcome[0]}")
+        most_bytes = size_in_bytes(kwargs.pop("max_shard_size", "5GB"))
+        if kwargs:
+            raise TypeError(f'with weights="fp8", save_pretrained takes max_shard_size, and not {list(kwargs)}')
+        write = partial(_write_fp8, replace(checked(engine, weights), beside={}), most_bytes)
+    with RankZeroWrites("save_pretrained", f"the model could not be saved to {os.fspath(save_directory)}",
+                        stage_of(save_directory), engine.device) as rank_0:
+        write(save_directory, rank_0, **kwargs)
 
 
-def _write_unquantized(engine, directory, **kwargs) -> str | None:
-    """Returns rank 0's error."""
+def _write_unquantized(engine, directory, rank_0: RankZeroWrites, **kwargs) -> None:
     model, expert_parallel = engine.module, engine._config.expert_parallel_config
     held, place = held_model(model)
     start = f"{place}." if place else ""
@@ -87,17 +93,13 @@ def _write_unquantized(engine, directory, **kwargs) -> str | None:
         skeleton=None if adapters else saver)
     restore_persistent(engine)
     if dist.get_rank() > 0:
-        return None
+        return
     state = {name.removeprefix(start): tensor for name, tensor in state.items()}
-    try:
-        if not adapters:
-            check_complete(state, saver)
-        if os.path.isfile(directory):  # transformers would log an error and write nothing
-            raise NotADirectoryError("expected a folder, or a path that does not exist yet; this is a file")
-        saver.save_pretrained(directory, state_dict=state, **kwargs)
-    except Exception as error:  # the other ranks wait for rank 0, so they need its error
-        return f"{type(error).__name__}: {error}"
-    return None
+    if not adapters:
+        check_complete(state, saver)
+    pushed = kwargs.get("push_to_hub", False)
+    with staged(directory, rank_0.synced, reads=[README] if adapters else (), in_place=pushed) as folder:
+        saver.save_pretrained(folder, state_dict=state, **kwargs)
 
 
 def _of_adapters(model):
@@ -109,27 +111,21 @@ def _of_adapters(model):
                                 or any(part in f"{name}." for part in parts))
 
 
-def _write_fp8(model: Published, directory, max_shard_size: int | str = "5GB") -> str | None:
-    """Returns rank 0's error."""
-    files = Shards(directory, size_in_bytes(max_shard_size))
-    pairs = stream(model, "fp8", rank_0_only=True)
+def _write_fp8(model: Published, most_bytes: int, directory, rank_0: RankZeroWrites) -> None:
+    pairs = stream(model, "fp8", rank_0_only=True, after_part=rank_0.step)
     try:
-        for name, tensor in pairs:  # of rank 0 alone
-            files.add(name, tensor)
-        if dist.get_rank() == 0:
+        if dist.get_rank() > 0:
+            return
+        with staged(directory, rank_0.synced) as folder:
+            files = Shards(folder, most_bytes)
+            for name, tensor in pairs:
+                files.add(name, tensor)
             files.finish()
             if model.names.skeleton is not None:
-                _write_config(model, directory)
-    except PeerFailure:
-        raise
-    except Exception as error:  # the other ranks wait for rank 0, so they need its error
-        files.remove()
-        if dist.get_rank() > 0:
-            raise
-        return f"{type(error).__name__}: {error}"
+                _write_config(model, folder)
     finally:
-        pairs.close()  # what is left is gathered, and dropped
-    return None
+        for _ in pairs:  # every rank takes part in what is left, and drops it
+            pass
 
 
 def _write_config(model: Published, directory) -> None:

@@ -16,7 +16,9 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import deepspeed.comm as dist
@@ -29,6 +31,7 @@ from ..layers.lora import has_adapters, is_peft, saves_adapters, with_module_nam
 from ..layers.patches import lent, wrap
 from ..layers.say import say_if_missing
 from ..transport.deadline import tell_peers_on_error
+from ..transport.rank_0 import RankZeroWrites
 from .gathering import (
     Gather,
     autoep_layers,
@@ -40,6 +43,7 @@ from .gathering import (
     restore_persistent,
     whole_state_dict,
 )
+from .staging import README, stage_of, staged
 
 # On an engine, its model and the model's parts, if they hold one rank's experts. It is DeepSpeed's section
 # "expert_parallel", and None on a part.
@@ -114,12 +118,25 @@ def _state_dict(engine: DeepSpeedEngine, exclude_frozen_parameters: bool = False
     return state
 
 
+@contextmanager
+def _staged_by_all(engine: DeepSpeedEngine, call: str, directory: str | os.PathLike) -> Iterator[Path]:
+    """Around a call of every rank in which rank 0 writes to a folder. Yields the folder to write to instead."""
+    with RankZeroWrites(call, f"the model could not be saved to {os.fspath(directory)}", stage_of(directory),
+                        engine.device) as rank_0:
+        if dist.get_rank() > 0:
+            yield Path(directory)
+        else:
+            with staged(directory, rank_0.synced) as folder:
+                yield folder
+
+
 def _save_16bit_model(engine: DeepSpeedEngine, plain: Callable, save_dir: str | os.PathLike,
                       save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False) -> bool:
     _refuse_adapters(engine, "save_16bit_model")
     # What it writes in ZeRO-0 to 2. In ZeRO-3 it asks for _zero3_consolidated_16bit_state_dict.
-    with lent(engine, "module_state_dict", functools.partial(_state_dict, engine)):
-        return plain(save_dir, save_filename, exclude_frozen_parameters)
+    with (lent(engine, "module_state_dict", functools.partial(_state_dict, engine)),
+          _staged_by_all(engine, "save_16bit_model", save_dir) as folder):
+        return plain(folder, save_filename, exclude_frozen_parameters)
 
 
 def _get_state_dict(plain: Callable, accelerator: Any, model: torch.nn.Module, *args, **kwargs) -> dict | None:
@@ -131,10 +148,13 @@ def _get_state_dict(plain: Callable, accelerator: Any, model: torch.nn.Module, *
     return plain(accelerator, model, *args, **kwargs)
 
 
-def _save_model(plain: Callable, accelerator: Any, model: torch.nn.Module, *args, **kwargs) -> None:
-    if isinstance(model, DeepSpeedEngine) and MARK in vars(model):
-        _refuse_adapters(model, "accelerator.save_model")
-    return plain(accelerator, model, *args, **kwargs)
+def _save_model(plain: Callable, accelerator: Any, model: torch.nn.Module, save_directory: str | os.PathLike, *args,
+                **kwargs) -> None:
+    if not isinstance(model, DeepSpeedEngine) or MARK not in vars(model):
+        return plain(accelerator, model, save_directory, *args, **kwargs)
+    _refuse_adapters(model, "accelerator.save_model")
+    with _staged_by_all(model, "accelerator.save_model", save_directory) as folder:
+        return plain(accelerator, model, folder, *args, **kwargs)
 
 
 def _refuse_adapters(engine: DeepSpeedEngine, method: str) -> None:
@@ -159,7 +179,15 @@ def _save_pretrained(plain: Callable, model: Any, *args, **kwargs) -> None:
             raise RuntimeError(f"this {type(model).__name__} holds one rank's part of what a DeepSpeed engine trains, "
                                f"so it cannot save itself. {USE_INSTEAD}")
         given.arguments["state_dict"] = whole_state_dict(model, section, keep=True)
-    return plain(*given.args, **given.kwargs)
+    return _staged_call(plain, given, saves_adapters(model))
+
+
+def _staged_call(plain: Callable, given: inspect.BoundArguments, adapters: bool) -> None:
+    """A call of a model's save_pretrained, whose files replace those of its folder when all are written."""
+    pushed = given.arguments.get("push_to_hub", False)
+    with staged(given.arguments["save_directory"], reads=[README] if adapters else (), in_place=pushed) as folder:
+        given.arguments["save_directory"] = folder
+        return plain(*given.args, **given.kwargs)
 
 
 def _stray_layers(model: torch.nn.Module, state: dict) -> list[str]:
@@ -177,6 +205,7 @@ def _save_adapters(plain: Callable, model: Any, *args, **kwargs) -> None:
         if is_partitioned(model) and kwargs.get("state_dict") is None:
             raise RuntimeError(f"ZeRO-3 has partitioned the adapters, so this {type(model).__name__} cannot save them "
                                f"by itself. {USE_INSTEAD}")
+        return _staged_call(plain, inspect.signature(plain).bind(model, *args, **kwargs), adapters=True)
     return plain(model, *args, **kwargs)
 
 

@@ -5,6 +5,7 @@ loss, or an error names the call that writes such files. test_trainer.py has tho
 import contextlib
 import gc
 import io
+from pathlib import Path
 
 import accelerate
 import deepspeed.comm as dist
@@ -37,6 +38,11 @@ def write_config(net, directory) -> None:
         net.config.save_pretrained(directory)
 
 
+def disk_is_full(state, path, metadata=None) -> None:
+    Path(path).write_text("cut")
+    raise OSError(28, "No space left on device")
+
+
 def same_loss(losses, directory) -> bool:
     return losses == pytest.approx([held_out_loss(loaded(directory))] * len(losses), abs=1e-3)
 
@@ -47,6 +53,10 @@ def saved_16bit(directory, stage, ep_size):
     assert engine.save_16bit_model(directory)
     assert "model.layers.0.mlp.experts.w1" in engine.module_state_dict()  # checkpoints keep AutoEP's names
     write_config(engine.module, directory)
+    with pytest.MonkeyPatch.context() as patch:  # the file stays whole
+        patch.setattr(engine.checkpoint_engine, "save", disk_is_full)
+        with pytest.raises(RuntimeError, match="be saved to .*: rank 0 raised OSError: .* No space left on device"):
+            engine.save_16bit_model(directory)
     return loss_of(engine)
 
 
@@ -68,6 +78,9 @@ def saved_by_the_model(directory, stage, ep_size):
         return None
     if dist.get_rank() == 0:  # without peers: nothing to gather
         engine.module.save_pretrained(directory)
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="No space left"):
+            patch.setattr(transformers.modeling_utils, "safe_save_file", disk_is_full)
+            engine.module.save_pretrained(directory)
     return loss_of(engine)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of limited size, their index, and what becomes of a folder's earlier files."""
+"""Files of limited size, and their index."""
 
 import json
 
@@ -12,6 +12,7 @@ from ds_mxfp8_moe.checkpoint.writing import Shards, size_in_bytes
 
 def write(directory, sizes, most_bytes) -> list[str]:
     """The files after tensors of these sizes in bytes were written."""
+    directory.mkdir()
     files = Shards(directory, most_bytes)
     for i, size in enumerate(sizes):
         files.add(f"t{i}", torch.full((size, ), i, dtype=torch.uint8))
@@ -22,24 +23,14 @@ def write(directory, sizes, most_bytes) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_files_are_as_large_as_allowed_and_replace_earlier_ones(tmp_path):
+def test_files_are_as_large_as_allowed(tmp_path):
     index = "model.safetensors.index.json"
     three = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
-    assert write(tmp_path, [4, 4, 3, 20], 8) == [*three, index]
-    places = json.loads((tmp_path / index).read_text())
+    assert write(tmp_path / "three", [4, 4, 3, 20], 8) == [*three, index]
+    places = json.loads((tmp_path / "three" / index).read_text())
     assert places == {"metadata": {"total_size": 31},
                       "weight_map": {"t0": three[0], "t1": three[0], "t2": three[1], "t3": three[2]}}
-    assert write(tmp_path, [4], 8) == ["model.safetensors"]
-    assert write(tmp_path, [4, 4, 3, 20], 8) == [*three, index]
-
-
-def test_what_is_not_finished_is_removed(tmp_path):
-    files = Shards(tmp_path, 4)
-    for i in range(3):
-        files.add(f"t{i}", torch.zeros(1))
-    assert len(list(tmp_path.iterdir())) == 2
-    files.remove()
-    assert not list(tmp_path.iterdir())
+    assert write(tmp_path / "one", [4], 8) == ["model.safetensors"]
 
 
 def test_a_view_is_written_without_what_it_is_a_view_of(tmp_path):
