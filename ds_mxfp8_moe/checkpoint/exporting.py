@@ -18,9 +18,11 @@ import torch
 from ..compute import casts
 from ..compute.block_fp8 import Rounding, to_block_fp8
 from ..compute.formula import LowRank, gate_then_up
+from ..compute.merging import KeptShare, merge, merge_as_tiles, merge_update, product, seeds_of
 from ..compute.mx import TILE, MXTensor
 from ..layers.lora import unmerged_adapters
 from ..layers.say import print_on_rank_0
+from ..transport.agreement import check_same_arguments
 from ..transport.deadline import tell_peers, tell_peers_on_error
 from .gathering import Gather, engine_of, restore_persistent, unpartitioned
 from .published import ExpertStack, Published, published
@@ -36,13 +38,15 @@ def export_weights(engine: Any, weights: str = "fp8", bucket_bytes: int = 2**30,
         for name, tensor in ds_mxfp8_moe.export_weights(engine):
             ...  # every rank gets every tensor
 
-    Collective: every rank iterates, and nothing is trained before all of them have ended. A rank that stops early
+    Collective: every rank makes the call with the same arguments and iterates, and nothing is trained before all of
+    them have ended. A rank that stops early
     still takes part in what remains, when its iterator is closed, as Python does at the end of a for loop that breaks.
     If a loop ends by an error that somebody catches, call the iterator's close(). A rank that never begins leaves the
     others waiting until the deadline, and they raise a PeerFailure that names it.
 
     A tensor may be the model's own, or a view of a bucket: read it, do not write to it, and do not keep it longer than
-    you need it. Adapters of PEFT that are active are merged into the weights, one weight at a time.
+    you need it. Adapters of PEFT that are active are merged into the weights, one weight at a time. Merged weights are
+    rounded stochastically, so that the mean over the weights keeps the whole update; see compute/merging.py.
 
     Args:
         engine: what `initialize` or `accelerator.prepare` returned, or a Trainer whose `train` has begun.
@@ -56,9 +60,11 @@ def export_weights(engine: Any, weights: str = "fp8", bucket_bytes: int = 2**30,
 
     Raises:
         TypeError: there is no engine, or its model is none of transformers and has no classic layers.
-        ValueError: this model has no form in the block FP8 that vLLM and SGLang document. The error says why.
+        ValueError: arguments differ between ranks; raised on every rank. Or this model has no form in the block FP8
+            that vLLM and SGLang document. The error says why.
         RuntimeError: the model is split by tensor parallelism, or something was added to it that cannot be merged.
     """
+    check_same_arguments("export_weights", weights=weights, bucket_bytes=bucket_bytes, rank_0_only=rank_0_only)
     return stream(checked(engine, weights), weights, bucket_bytes, rank_0_only)
 
 
@@ -111,11 +117,21 @@ def _check_fp8(model: Published) -> None:
                                  f"of tiles for the axis divided by their number. {instead.capitalize()}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Merging(Gather):
-    """Gathers weights with their adapters merged. `adapted`: see `adapted_weights`."""
+    """Gathers weights with their adapters merged.
 
-    adapted: dict[int, torch.nn.Module] = field(default_factory=dict)
+    Attributes:
+        names: of the model's modules.
+        adapted: see `adapted_weights`.
+        step: of the training. It decides how merged weights are rounded.
+        share: how much of their update rank 0's first experts keep.
+    """
+
+    names: dict[torch.nn.Module, str]
+    adapted: dict[int, torch.nn.Module]
+    step: int
+    share: KeptShare = field(default_factory=KeptShare)
 
     def whole(self, value: torch.Tensor) -> torch.Tensor | None:
         layer = self.adapted.get(id(value))
@@ -124,21 +140,42 @@ class _Merging(Gather):
         with deepspeed.zero.GatheredParameters([p for p in layer.parameters() if hasattr(p, "ds_id")]):
             if not self.keep:
                 return None
-            weight = value.detach().clone() if hasattr(value, "ds_id") else value.detach()
-            for adapter in unmerged_adapters(layer):
-                weight = (weight + layer.get_delta_weight(adapter).detach()).to(weight.dtype)
-            return weight
+            update = sum(layer.get_delta_weight(adapter).detach().float() for adapter in unmerged_adapters(layer))
+            return merge_update(value.detach(), update, self.names[layer], self.step)
+
+    def layer_experts(self, layer: Any, weights: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+        return super().layer_experts(layer, self._merged(layer, weights))
+
+    def _merged(self, layer: Any, weights: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """This rank's gate, down and up of a layer, one at a time."""
+        adapters = _adapters_of(layer)
+        first, name = layer.ep_rank * layer.num_local_experts, self.names[layer]
+        for role, weight in zip(("gate", "down", "up"), weights, strict=True):
+            weight = unpartitioned(weight)
+            if role in adapters:
+                experts = range(first, first + layer.num_local_experts)
+                seeds = seeds_of([f"{name}.{role}.{i}" for i in experts], self.step, weight.device)
+                before, weight = weight, merge(weight, adapters[role], seeds)
+                self.measure(before[:1], weight[:1], adapters[role])
+            yield weight
+
+    def measure(self, before_1NK: torch.Tensor, after_1NK: torch.Tensor, adapter: LowRank) -> None:
+        """Adds a weight of this rank's first expert of a layer to the share. Reads from the device."""
+        if dist.get_rank() == 0:
+            update = product(LowRank(adapter.a_ERK[:1], adapter.b_ENR[:1]))
+            self.share.add(*(_plain(w).float() for w in (before_1NK, after_1NK)), update)
 
 
 def _parts(model: Published, weights: str, bucket_bytes: int,
            rank_0_only: bool) -> Iterator[Iterable[tuple[str, torch.Tensor]]]:
     """The pairs of `export_weights`, in parts. Only the step from one part to the next is collective."""
     gather = _Merging(keep=not rank_0_only or dist.get_rank() == 0, on_host=False, to_all=not rank_0_only,
-                      where="export_weights", adapted=model.adapted)
+                      where="export_weights", adapted=model.adapted, step=model.engine.global_steps,
+                      names={module: name for name, module in model.engine.module.named_modules()})
     rounding = Rounding()
     for stack in model.stacks:
         experts = _Experts(stack, gather, weights == "fp8")
-        if weights == "fp8" and dist.get_rank() == 0:
+        if dist.get_rank() == 0:
             experts.compare(rounding)
         step = min(max(bucket_bytes // experts.bytes_of_one, 1), stack.layer.num_local_experts)
         for first in range(0, stack.layer.num_local_experts, step):
@@ -148,14 +185,15 @@ def _parts(model: Published, weights: str, bucket_bytes: int,
         yield pair,
     restore_persistent(model.engine)
     if rounding.changed:
-        trained = {"frozen weights" if isinstance(next(iter(stack.weights.values())), MXTensor) else
-                   f"blocks of {stack.recipe.block_size}" if stack.recipe else "unquantised weights"
+        trained = {f"blocks of {stack.recipe.block_size}" if stack.recipe else "unquantised weights"
                    for stack in model.stacks}
-        if any(hasattr(stack.layer, "expert_adapters") for stack in model.stacks):
-            trained.add("unquantised adapters")
         print_on_rank_0(f"mxfp8_moe: experts were exported in tiles of {TILE}x{TILE}, and training multiplies with "
                         f"{' and '.join(sorted(trained))}: SQNR {rounding.sqnr_db:.1f} dB between the two, over the "
                         "first expert of each layer")
+    if gather.share:
+        print_on_rank_0(f"mxfp8_moe: adapters were merged into experts{' in FP8' if weights == 'fp8' else ''}, which "
+                        f"keep {gather.share.percent:.1f} % of the update, measured over rank 0's first expert of "
+                        "each layer")
 
 
 class _Experts:
@@ -166,7 +204,7 @@ class _Experts:
         self.stack, self.layer, self.gather, self.fp8 = stack, stack.layer, gather, fp8
         self.local = {role: unpartitioned(w) if isinstance(w, torch.Tensor) else [one.detach() for one in w]
                       for role, w in stack.weights.items()}
-        self.low = self._adapters()
+        self.adapters = _adapters_of(stack.layer)
         width = 1 if fp8 else max(casts.sample(w).element_size() for w in self.local.values())
         self.bytes_of_one = self.layer.ep_size * width * sum(N * K for N, K in stack.shapes.values())
 
@@ -174,12 +212,8 @@ class _Experts:
         """The (name, tensor) of a part of each rank's experts, rank by rank. Collective. Nothing where not kept."""
         sent = []
         for role in self.local:
-            w_LNK = self._merged(role, part)
-            if self.fp8:
-                tiles = self._cast(w_LNK)
-                sent += [tiles.qdata, tiles.scale_bytes]
-            else:
-                sent.append(_plain(w_LNK))
+            w_LNK = self._merged(role, part) if role in self.adapters else self._unmerged(role, part)
+            sent += [w_LNK.qdata, w_LNK.scale_bytes] if self.fp8 else [w_LNK]
         for rank, received in enumerate(self._exchanged(sent)):
             first = rank * self.layer.num_local_experts + part.start
             columns = []
@@ -190,9 +224,13 @@ class _Experts:
             yield chain.from_iterable(zip(*columns, strict=True))  # no Python between one pair and the next
 
     def compare(self, rounding: Rounding) -> None:
-        """Adds what this rank's first expert differs by from what training multiplies with, if it may differ."""
+        """Looks at this rank's first expert: how much of an update it keeps, or how much the FP8 weight differs from
+        what training multiplies with, if it may differ."""
         recipe, one = self.stack.recipe, slice(0, 1)
-        if recipe is not None and recipe.block_size == TILE and not self.low and not self.stack.in_turn:
+        for role, adapter in self.adapters.items():
+            if role in self.local:
+                self.gather.measure(self._unmerged(role, one), self._merged(role, one), adapter)
+        if not self.fp8 or self.adapters or recipe and recipe.block_size == TILE and not self.stack.in_turn:
             return
         for role, w_LNK in self.local.items():
             trained = _plain(w_LNK[one])
@@ -202,7 +240,7 @@ class _Experts:
                     order = gate_then_up(order, dim=0)
                 mx = casts.quantize_weights([trained[:, order]], recipe.block_size, recipe.scaling_mode)
                 trained = casts.dequantize(mx, torch.float32)[:, order.argsort()]
-            rounding.add(trained.float() + self._delta(role, one), self._cast(self._merged(role, one)))
+            rounding.add(trained.float(), self._unmerged(role, one))
 
     def _named(self, received: list[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
         """(ending of the name, tensor) of one weight of several experts. Takes it out of `received`."""
@@ -211,32 +249,26 @@ class _Experts:
         weight, factors = to_block_fp8(MXTensor(received.pop(0), received.pop(0), TILE, tiled=True))
         return [("", weight), ("_scale_inv", factors)]
 
-    def _cast(self, w_LNK: casts.Stack) -> MXTensor:
-        if isinstance(w_LNK, MXTensor):
-            return w_LNK
-        mode = self.stack.recipe.scaling_mode if self.stack.recipe else "rceil"
-        return casts.quantize_weights([w_LNK], TILE, mode)
+    @property
+    def _scaling_mode(self) -> str:
+        return self.stack.recipe.scaling_mode if self.stack.recipe else "rceil"
 
-    def _adapters(self) -> dict[str, LowRank]:
-        """Role -> the adapter of this rank's experts."""
-        if not hasattr(self.layer, "expert_adapters"):
-            return {}
-        found = {gemm: LowRank(low.a_ERK.detach(), low.b_ENR.detach())
-                 for gemm, low in self.layer.expert_adapters.whole().items()}
-        if "up" in found:  # of gate and up
-            a_ERK, (gate_EFR, up_EFR) = found["up"].a_ERK, found["up"].b_ENR.chunk(2, dim=1)
-            found |= {"gate": LowRank(a_ERK, gate_EFR), "up": LowRank(a_ERK, up_EFR)}
-        return found
-
-    def _delta(self, role: str, part: slice) -> torch.Tensor | float:
-        """What the adapters add to a weight, in float32."""
-        if role not in self.low:
-            return 0.0
-        return self.low[role].b_ENR[part].float() @ self.low[role].a_ERK[part].float()
-
-    def _merged(self, role: str, part: slice) -> casts.Stack:
+    def _unmerged(self, role: str, part: slice) -> torch.Tensor | MXTensor:
+        """A weight of some of this rank's experts, in the format of the export."""
         w_LNK = self.local[role][part]
-        return (w_LNK.float() + self._delta(role, part)).to(w_LNK.dtype) if role in self.low else w_LNK
+        if not self.fp8:
+            return _plain(w_LNK)
+        return w_LNK if isinstance(w_LNK, MXTensor) else casts.quantize_weights([w_LNK], TILE, self._scaling_mode)
+
+    def _merged(self, role: str, part: slice) -> torch.Tensor | MXTensor:
+        """The same with the adapter."""
+        w_LNK, adapter = self.local[role][part], self.adapters[role]
+        first = self.layer.ep_rank * self.layer.num_local_experts + part.start
+        seeds = seeds_of(self.stack.names[role][first:first + len(w_LNK)], self.gather.step, w_LNK.device)
+        adapter = LowRank(adapter.a_ERK[part], adapter.b_ENR[part])
+        if self.fp8:
+            return merge_as_tiles(w_LNK, adapter, seeds, self._scaling_mode)
+        return merge(_plain(w_LNK), adapter, seeds)
 
     def _exchanged(self, sent: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         """`sent` of each rank of the group."""
@@ -251,3 +283,15 @@ class _Experts:
 
 def _plain(w_LNK: casts.Stack) -> torch.Tensor:
     return casts.dequantize(w_LNK, w_LNK.dtype) if isinstance(w_LNK, MXTensor) else casts.joined([w_LNK])
+
+
+def _adapters_of(layer: Any) -> dict[str, LowRank]:
+    """Role -> the adapter of this rank's experts of a layer. Collective in ZeRO-3."""
+    if not hasattr(layer, "expert_adapters"):
+        return {}
+    found = {gemm: LowRank(low.a_ERK.detach(), low.b_ENR.detach())
+             for gemm, low in layer.expert_adapters.whole().items()}
+    if "up" in found:  # of gate and up
+        a_ERK, (gate_EFR, up_EFR) = found["up"].a_ERK, found["up"].b_ENR.chunk(2, dim=1)
+        found |= {"gate": LowRank(a_ERK, gate_EFR), "up": LowRank(a_ERK, up_EFR)}
+    return found

@@ -29,6 +29,7 @@ from ..layers.held_experts import STACKS, HeldExperts, holds_experts, read_befor
 from ..layers.patches import lent, patched
 from ..layers.presets import added_preset
 from ..ops.private_names import missing
+from ..transport.agreement import check_same_arguments
 from ..transport.deadline import failure_in_world
 
 
@@ -49,6 +50,7 @@ def from_pretrained(name_or_path: str | os.PathLike, ds_config: dict | str | os.
     Raises:
         ConfigError: the config does not allow experts in MXFP8 alone, or does not fit the model, in which AutoEP may
             find no experts.
+        ValueError: ranks differ in `model_class`, `dtype`, or what they read of `ds_config`. Raised on every rank.
         RuntimeError: a file is missing or cut short, a tensor lies in two files, or one of the experts' tensors is
             missing or has another form. Raised on every rank, with the name of the tensor or the file. A missing
             tensor of another layer is no error: transformers fills it with new values and says so.
@@ -122,6 +124,8 @@ class _Loader:
 
         if "LOCAL_RANK" in os.environ:  # as DeepSpeed does later
             get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+        check_same_arguments("from_pretrained", autoep_size=self.ep_size, scaling_mode=self.scaling_mode,
+                             model_class=model_class, dtype=kwargs.get("dtype", kwargs.get("torch_dtype")))
         device = torch.device(get_accelerator().current_device_name())
         placed = {} if device.type == "cpu" or "device_map" in kwargs else {"device_map": {"": device}}
         folder = name_or_path if os.path.isdir(name_or_path) else None  # else the hub's client checks names of files

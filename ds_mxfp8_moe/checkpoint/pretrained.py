@@ -12,6 +12,7 @@ import deepspeed.comm as dist
 from ..compute.mx import TILE
 from ..layers.lora import saves_adapters
 from ..layers.say import print_on_rank_0
+from ..transport.agreement import check_same_arguments
 from ..transport.deadline import tell_peers_on_error
 from ..transport.rank_0 import RankZeroWrites
 from .exporting import checked, stream
@@ -57,10 +58,11 @@ def save_pretrained(engine: Any, save_directory: str | os.PathLike, weights: str
 
     Raises:
         TypeError: there is no engine, or it has no transformers model. With "fp8", nor classic layers.
-        ValueError: the model has no form in this block FP8; see `export_weights`.
+        ValueError: `weights` differs between ranks, or the model has no form in this block FP8; see `export_weights`.
         RuntimeError: the model is split by tensor parallelism. Or rank 0 could not write; raised on every rank.
         PeerFailure: rank 0 has died, or its files have not grown for two deadlines.
     """
+    check_same_arguments("save_pretrained", weights=weights)
     engine = engine_of(engine)
     if weights == "model":
         base_of(engine.module)

@@ -30,6 +30,7 @@ from ..layers.frozen_experts import frozen_layers
 from ..layers.lora import has_adapters, is_peft, saves_adapters, with_module_names, with_published_names
 from ..layers.patches import lent, wrap
 from ..layers.say import say_if_missing
+from ..transport.agreement import check_same_arguments
 from ..transport.deadline import tell_peers_on_error
 from ..transport.rank_0 import RankZeroWrites
 from .gathering import (
@@ -99,6 +100,8 @@ def save_whole_models(engine: DeepSpeedEngine) -> None:
 def _state_dict(engine: DeepSpeedEngine, exclude_frozen_parameters: bool = False) -> dict | None:
     """The whole model on rank 0, None elsewhere. Collective."""
     refuse_tensor_parallelism(engine)
+    if needs_peers(engine.module):
+        check_same_arguments("saving the model", exclude_frozen_parameters=exclude_frozen_parameters)
     buffers = {name for name, _ in engine.module.named_buffers()}
 
     held = [f"{name}.experts." for name in frozen_layers(engine.module)] if has_adapters(engine.module) else []

@@ -172,12 +172,21 @@ def hopper_bf16_gemms():
         gemm.grouped_mm_bf16(torch.empty(rows, 2 * H, dtype=BF16), parts, ends(), dtype, transposed=True)
 
 
+def merges():
+    merge, seeds = module("merge"), torch.empty(E, 2, dtype=torch.int32)
+    for dtype in (BF16, F32):
+        low = torch.empty(E, 16, H, dtype=dtype), torch.empty(E, F, 16, dtype=dtype)
+        merge.merge_tiles(mx(E, F, H, block=128, tiled=True), *low, seeds)
+        merge.merge_plain(torch.empty(E, F, H, dtype=dtype), *low, seeds)
+
+
 CASES = {
     "activations": (activations, BOTH),
     "adapters": (adapters, BOTH),
     "blackwell_gemms": (blackwell_gemms, BOTH),
     "casts": (casts, BOTH),
     "exchanges": (exchanges, BOTH),
+    "merges": (merges, BOTH),
     "routers": (routers, BOTH),
     "hopper_bf16_gemms": (hopper_bf16_gemms, (HOPPER, )),
     "hopper_gemms": (hopper_gemms, (HOPPER, )),

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Merges LoRA adapters into experts' weights with stochastic rounding. The oracle is ds_mxfp8_moe/compute/merging.py,
+which each function equals to the bit.
+
+    kernel                  grid                                bytes read + written for each value
+    _merge_tiles_kernel     (tiles of a matrix, experts)        1 + 1
+    _merge_plain_kernel     (tiles of a matrix, experts)        2 + 2 (bf16)
+
+A program reads, beside its part of a matrix, as many rows of one factor and columns of the other. It adds their
+products one rank after the other, without fused multiply-adds: every device gets the same sums.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..mx_format import TILE, MXParts
+from .format import from_e4m3, largest_in_rows, new_scale, power_of_two
+from .launch import Launched
+from .quantize import Tile, tile_origin
+
+TILES_TILE, PLAIN_TILE = Tile(128, 128, 16), Tile(32, 128, 8)
+
+
+@triton.jit
+def _update(a_ptr, b_ptr, m, n, M, RANK, N: tl.constexpr):
+    """b[m] a[:, n], summed in the order of the rank, in float32."""
+    b_ptr += m * RANK
+    a_ptr += n
+    update = tl.zeros([m.shape[0], n.shape[0]], tl.float32)
+    for r in range(RANK):
+        b = tl.load(b_ptr + r, m < M, other=0.0).to(tl.float32)
+        a = tl.load(a_ptr + r * N, n < N, other=0.0).to(tl.float32)
+        update += b[:, None] * a[None, :]
+    return update
+
+
+@triton.jit
+def _random_bits(seeds_ptr, index):
+    """merging.random_bits of the values at `index`, int64."""
+    x = index.to(tl.uint32) ^ tl.load(seeds_ptr).to(tl.uint32, bitcast=True)
+    x ^= x >> 16
+    x = x * 0x7FEB352D + tl.load(seeds_ptr + 1).to(tl.uint32, bitcast=True)
+    x ^= x >> 15
+    x *= 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _kept_bits(x, bits, DROPPED: tl.constexpr):
+    """Rounds the magnitudes x to fewer bits of mantissa: adds random bits to those that are dropped."""
+    kept = x.to(tl.uint32, bitcast=True) + (bits & DROPPED) & (0xFFFFFFFF ^ DROPPED)
+    return kept.to(tl.float32, bitcast=True)
+
+
+@Launched
+@triton.jit
+def _merge_tiles_kernel(data_ptr, data_stride, scale_ptr, scale_stride, a_ptr, b_ptr, seeds_ptr, out_ptr,
+                        out_scale_ptr, M, RANK, N: tl.constexpr):
+    B: tl.constexpr = 128
+    LEAST_NORMAL: tl.constexpr = 0.015625  # of e4m3
+    expert = tl.program_id(1).to(tl.int64)
+    m0, n0 = tile_origin(N, B, B, 1)
+    m, n = m0 + tl.arange(0, B), n0 + tl.arange(0, B)
+    origin = m0 * N + n0
+    offset = tl.arange(0, B)[:, None] * N + tl.arange(0, B)[None, :]
+    tile = m0 // B * (N // B) + n0 // B
+    before = tl.load(data_ptr + expert * data_stride + origin + offset)
+    byte_before = tl.load(scale_ptr + expert * scale_stride + tile + tl.arange(0, 1)[:, None])
+    update = _update(a_ptr + expert * RANK * N, b_ptr + expert * M * RANK, m, n, M, RANK, N)
+    merged = from_e4m3(before) * power_of_two(byte_before) + update
+    byte, inverse = new_scale(tl.max(largest_in_rows(merged, B), axis=0)[:, None], False)
+    x = merged * inverse
+    lift = tl.where(tl.abs(x) < LEAST_NORMAL, LEAST_NORMAL, 0.0)
+    bits = _random_bits(seeds_ptr + expert * 2, origin + offset)
+    rounded = _kept_bits(tl.abs(x) + lift, bits, 0xFFFFF) - lift
+    sign = (x.to(tl.uint32, bitcast=True) >> 24 & 0x80).to(tl.uint8)
+    data = rounded.to(tl.float8e4nv).to(tl.uint8, bitcast=True) | sign
+    data = tl.where(byte == 255, 0x7F, data).to(tl.uint8)
+    changed = tl.max(tl.max((update != 0).to(tl.int32), axis=1), axis=0) != 0
+    tl.store(out_ptr + expert * M * N + origin + offset, tl.where(changed, data, before))
+    tl.store(out_scale_ptr + expert * (M // B) * (N // B) + tile + tl.arange(0, 1)[:, None],
+             tl.where(changed, byte, byte_before))
+
+
+@Launched
+@triton.jit
+def _merge_plain_kernel(w_ptr, a_ptr, b_ptr, seeds_ptr, out_ptr, M, RANK, N: tl.constexpr, BM: tl.constexpr,
+                        BN: tl.constexpr):
+    expert = tl.program_id(1).to(tl.int64)
+    m0, n0 = tile_origin(N, BM, BN, 1)
+    m, n = m0 + tl.arange(0, BM), n0 + tl.arange(0, BN)
+    mask = (m < M)[:, None] & (n < N)[None, :]
+    origin = m0 * N + n0
+    offset = tl.arange(0, BM)[:, None] * N + tl.arange(0, BN)[None, :]
+    before = tl.load(w_ptr + expert * M * N + origin + offset, mask, other=0.0)
+    update = _update(a_ptr + expert * RANK * N, b_ptr + expert * M * RANK, m, n, M, RANK, N)
+    merged = before.to(tl.float32) + update
+    if w_ptr.dtype.element_ty == tl.bfloat16:
+        bits = _random_bits(seeds_ptr + expert * 2, origin + offset)
+        merged = tl.where(merged != merged, merged, _kept_bits(merged, bits, 0xFFFF))
+    after = tl.where(update == 0, before, merged.to(out_ptr.dtype.element_ty))
+    tl.store(out_ptr + expert * M * N + origin + offset, after, mask)
+
+
+def merge_tiles(w_ENK: MXParts, a_ERK: torch.Tensor, b_ENR: torch.Tensor, seeds_E2: torch.Tensor) -> MXParts:
+    """merging.merge of tiles [E, N, K]. N and K are multiples of 128, matrices are contiguous."""
+    data, scale = w_ENK.qdata, w_ENK.scale_bytes
+    experts, rows, columns = data.shape
+    out = torch.empty(data.shape, dtype=data.dtype, device=data.device)
+    out_scale = torch.empty(scale.shape, dtype=torch.uint8, device=data.device)
+    if out.numel():
+        _merge_tiles_kernel[(TILES_TILE.programs(rows, columns), experts)](
+            data.view(torch.uint8), data.stride(0), scale, scale.stride(0), a_ERK.contiguous(), b_ENR.contiguous(),
+            seeds_E2, out.view(torch.uint8), out_scale, rows, a_ERK.shape[1], columns, num_warps=TILES_TILE.warps,
+            enable_fp_fusion=False)
+    return MXParts(out, out_scale, TILE, tiled=True)
+
+
+def merge_plain(w_ENK: torch.Tensor, a_ERK: torch.Tensor, b_ENR: torch.Tensor, seeds_E2: torch.Tensor) -> torch.Tensor:
+    """merging.merge of plain weights [E, N, K]."""
+    w_ENK = w_ENK.contiguous()
+    experts, rows, columns = w_ENK.shape
+    out = torch.empty_like(w_ENK)
+    if out.numel():
+        _merge_plain_kernel[(PLAIN_TILE.programs(rows, columns), experts)](
+            w_ENK, a_ERK.contiguous(), b_ENR.contiguous(), seeds_E2, out, rows, a_ERK.shape[1], columns,
+            PLAIN_TILE.rows, PLAIN_TILE.columns, num_warps=PLAIN_TILE.warps, enable_fp_fusion=False)
+    return out
