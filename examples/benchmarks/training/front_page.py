@@ -31,7 +31,7 @@ OVER = {AUTOEP: "DeepSpeed AutoEP", PLAIN: "Transformers"}
 SCRIPTS = {"Liger kernels": FASTEST, "torch.compile": WITHOUT_LIGER, "as in Transformers": {}}
 SHAPES = {"deepseek": "DeepSeek-V2-Lite", "qwen3": "Qwen3-30B-A3B", "mixtral": "Mixtral-8x7B"}  # of train.py
 ADAPTED = ("Mixtral-8x7B", "gpt-oss-20b", "OLMoE-1B-7B")  # LoRA without Liger
-HOW = ("one H200 as one of 8 ranks, without the exchange", "4 x H200, with the exchange", "one H200, whole models")
+HOW = ("one H200 as one rank of 8, no all-to-all", "4 x H200, with the all-to-all", "one H200, whole models")
 LIGHT, DARK = "#8ab6e8", "#1f5fbf"
 # The parts of a bar: how it is drawn, and its label.
 PARTS = {"baseline": ({"facecolor": "#c4c4c4"}, "baseline, in bf16"),
@@ -121,25 +121,26 @@ def _spread(gains: Iterable[Gain], which: str) -> str:
 def lead(full: list[Gain], exchanged: list[Gain], adapted: list[Gain], from_files: Iterable[dict]) -> str:
     """The README's bullets, and what MXFP8 adds. `from_files`: rows of from_files.py."""
     first, lora, model = full[0], adapted[0], CASES["short"][0]["model"]
-    large = [f"{row['case']['model']} ({row['parameters'] / 1e9:.0f}B parameters) takes {row['peak_gib']:.0f} GiB"
+    large = [f"{row['case']['model']} ({row['parameters'] / 1e9:.0f}B) peaks at {row['peak_gib']:.0f} GiB"
              for row in from_files if row["parameters"] > 1e11]
     here = "with this package in bf16"
     split = f"{lora.times(lora.bf16)} {here}, " if lora.bf16 else ""
     apart = "" if lora.bf16 else "; this package in bf16 was not measured"
     added = sorted(one.mxfp8 / one.bf16 - 1 for one in (*full, *exchanged, *adapted) if one.bf16 and one.mxfp8)
+    few = sum(1 for one in exchanged if not one.mxfp8)
     bullets = [
-        f"**Full finetuning of {model}**, over {OVER[first.over]}: {first.times(first.bf16)} the tokens per second "
-        f"{here}, **{first.times(first.mxfp8)} with MXFP8 experts**, in {first.memory:.0%} of the memory. One H200 as "
-        "one of 8 ranks; the exchange between GPUs is not included.",
-        f"**Expert parallelism on 4 x H200, with the exchange**, over {OVER[exchanged[0].over]}: "
-        f"{_spread(exchanged, 'bf16')} {here}, **{_spread(exchanged, 'mxfp8')} with MXFP8 experts**. GPT-MoEs of "
-        f"three shapes, of which {sum(1 for one in exchanged if not one.mxfp8)} stays in bf16 by default.",
-        f"**LoRA of {model}**, over {OVER[lora.over]}: {split}**{lora.times(lora.mxfp8)} with MXFP8 experts**, in "
-        f"{lora.memory:.0%} of the memory{apart}. One H200 with the whole model, no exchange. On the same GPU, "
-        f"{', '.join(large)}."]
+        f"**Full fine-tuning of {model}**, one H200 as one rank of 8, without the all-to-all: "
+        f"{first.times(first.bf16)} the tokens per second of {OVER[first.over]} {here}, "
+        f"**{first.times(first.mxfp8)} with MXFP8 experts**, in {first.memory:.0%} of its memory.",
+        f"**Expert parallelism on 4 x H200, all-to-all included**: {_spread(exchanged, 'bf16')} the speed of "
+        f"{OVER[exchanged[0].over]} {here}, **{_spread(exchanged, 'mxfp8')} with MXFP8 experts**. Synthetic GPT-MoEs "
+        f"with the layer shapes of three models, {few} of which stays in bf16 by default.",
+        f"**LoRA of {model}**, the whole model on one H200, no all-to-all: {split}**{lora.times(lora.mxfp8)} the "
+        f"speed of {OVER[lora.over]} with MXFP8 experts**, in {lora.memory:.0%} of its memory{apart}. LoRA of "
+        f"{' and '.join(large)}."]
     lines = [textwrap.fill(bullet, 119, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
              for bullet in bullets]
-    both = f"Where both were measured, MXFP8 adds {added[0]:.0%} to {added[-1]:.0%} to the speed in bf16."
+    both = f"Where both were measured, MXFP8 is {added[0]:.0%} to {added[-1]:.0%} faster than this package in bf16."
     return "\n".join([*lines, "", both])
 
 
@@ -173,8 +174,8 @@ def plot(groups: dict[str, list[Gain]], pyplot) -> None:
         y += 1.4
     axis.set_yticks(list(ticks), list(ticks.values()))
     axis.tick_params(axis="y", length=0)
-    axis.set(ylim=(y - 0.8, -0.7), xlim=(0, 3.3), xticks=(0, 0.5, 1, 1.5, 2, 2.5),
-             xlabel="speed, baseline = 1 (beside the bars: tokens per second of a GPU)")
+    axis.set(ylim=(y - 0.8, -0.7), xlim=(0, 3.7), xticks=(0, 0.5, 1, 1.5, 2, 2.5),
+             xlabel="speed, baseline = 1 (beside the bars: tokens per second per GPU)")
     figure.legend(handles=[pyplot.Rectangle((0, 0), 1, 1, linewidth=0, label=label, **style)
                            for part, (style, label) in PARTS.items() if part in used],
                   loc="outside upper center", ncols=2, frameon=False)
@@ -188,8 +189,8 @@ def hardware_lines(machines: Iterable[str]) -> list[list[str]]:
     counts = {gpu: sorted({int(one.split(" x ")[0]) for one in machines if gpu in one}) for gpu in ("H200", "H100")}
     trained = {gpu: f"✔ {', '.join(map(str, of))} GPU{'s of one host' * (len(of) > 1)}" for gpu, of in counts.items()
                if of}
-    return [["H200", trained["H200"], "✔ 1 GPU"], ["H100", trained.get("H100", "no: only one rank's experts"), "no"],
-            ["Blackwell; several hosts", "no: kernels compile and never ran; no network was measured", "no"]]
+    return [["H200", trained["H200"], "✔ 1 GPU"], ["H100", trained.get("H100", "only expert layers"), "no"],
+            ["Blackwell", "no: kernels compile, but have not been run", "no"]]
 
 
 def models_table(machines: Iterable[str], found: Iterable[dict], from_files: Iterable[dict]) -> str:
@@ -208,7 +209,7 @@ def models_table(machines: Iterable[str], found: Iterable[dict], from_files: Ite
             values += [row["over_deepspeed"]] if "over_deepspeed" in row else []
     lines = [[model, *("; ".join(f"✔ {where}{_range(values)}" for where, values in of.get(kind, {}).items()) or "no"
                        for kind in (FULL, LORA))] for model, of in cells.items()]
-    return show.markdown([*hardware_lines(machines), *lines], ["hardware or model", "full finetuning", "LoRA"])
+    return show.markdown([*hardware_lines(machines), *lines], ["hardware or model", "full fine-tuning", "LoRA"])
 
 
 def _where(case: dict) -> str:
@@ -218,7 +219,7 @@ def _where(case: dict) -> str:
     parts = [f"{case['ranks']} x H200{one_of}",
              "" if case["layers"] == layers else f"{case['layers']} of {layers} layers",
              "" if one_of or held >= experts else f"{held} of {experts} experts",
-             f"from {case['files']} files" if "files" in case else ""]
+             f"loaded from {case['files']} files" if "files" in case else ""]
     return ", ".join(filter(None, parts))
 
 
@@ -230,10 +231,11 @@ def _range(values: list[float]) -> str:
 def quality(study: dict) -> str:
     """The paired study of convergence.py in one sentence, of the default recipe. `study`: its result, prepared."""
     found = [row for row in study["rows"] if convergence_results.answers(row) and row["contender"] == "default_128"]
-    told = " and ".join(f"{row['difference']:+.2%} [{row['low']:+.2%}, {row['high']:+.2%}] at {row['case']['size']} "
-                        "parameters" for row in found)
-    return textwrap.fill(f"[Quality](examples/guides/quality.md): in {found[0]['pairs']} pairs of trainings, the "
-                         f"default recipe changed the held-out loss of bf16 by {told} (95% intervals).", 119)
+    told = ", ".join(f"{row['difference']:+.2%} [{row['low']:+.2%}, {row['high']:+.2%}] at {row['case']['size']}"
+                     for row in found)
+    return textwrap.fill(f"[Quality](examples/guides/quality.md): {found[0]['pairs']} paired runs of each size. "
+                         f"Held-out loss differed from bf16 by {told} parameters (95% intervals). Larger models were not "
+                         "compared.", 119)
 
 
 def own_rates(result: dict) -> str:
@@ -241,6 +243,7 @@ def own_rates(result: dict) -> str:
     full, adapted = (whole_model_results.row_of(result, DEFAULT, FASTEST, i) for i in (0, 1))
     other = whole_model_results.row_of(result, DEFAULT, CASES["full"][0])
     return textwrap.fill(
-        f"This package with MXFP8 experts on one H200, without the exchange: {full['case']['model']} "
-        f"{rate(full, 'MXFP8'):,.0f} tokens/s ({full['tokens_per_s_exchange']:,} with a modelled exchange) and "
-        f"{adapted['peak_bytes'] / 2**30:.0f} GiB in LoRA, {other['case']['model']} {rate(other, 'MXFP8'):,.0f}.", 119)
+        f"Ours, MXFP8 experts on one H200 without the all-to-all: {full['case']['model']} {rate(full, 'MXFP8'):,.0f} "
+        f"tokens/s ({full['tokens_per_s_exchange']:,} with a modeled all-to-all), "
+        f"{adapted['peak_bytes'] / 2**30:.0f} GiB in LoRA; {other['case']['model']} {rate(other, 'MXFP8'):,.0f}.", 119,
+        break_on_hyphens=False)
