@@ -234,8 +234,8 @@ def quality(study: dict) -> str:
     told = ", ".join(f"{row['difference']:+.2%} [{row['low']:+.2%}, {row['high']:+.2%}] at {row['case']['size']}"
                      for row in found)
     return textwrap.fill(f"[Quality](examples/guides/quality.md): {found[0]['pairs']} paired runs of each size. "
-                         f"Held-out loss differed from bf16 by {told} parameters (95% intervals). Larger models were not "
-                         "compared.", 119)
+                         f"Held-out loss differed from bf16 by {told} parameters (95% intervals). Larger models were "
+                         "not compared.", 119)
 
 
 def own_rates(result: dict) -> str:
