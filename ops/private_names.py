@@ -52,6 +52,7 @@ FEATURES = {
     "steps": "errors of exchanges that the host did not wait for come one step late; experts are not balanced, "
              "\"metrics\" has no effect, no line names the first NaN, and only \"keep_quantized_weights\": true keeps "
              "weights",
+    "clipping": "in ZeRO-0, gradients are clipped by a norm that takes ranks or experts for the whole model",
     "sparing the host": "the host waits for the device at the end of each micro-batch",
     "keep_quantized_weights": "\"keep_quantized_weights\" has no effect",
     "metrics": "\"metrics\" has no effect",
@@ -109,6 +110,7 @@ NAMES = tuple(Row(*row) for row in (
     ("import", "deepspeed.runtime.checkpoint_engine", "TorchCheckpointEngine"),
     ("import", "deepspeed.runtime.config_utils", "DeepSpeedConfigModel"),
     ("import", "deepspeed.runtime.engine", "DeepSpeedEngine"),
+    ("import", "deepspeed.runtime.fp16.unfused_optimizer", "FP16_UnfusedOptimizer"),
     ("import", "deepspeed.runtime.pipe.engine", "PipelineEngine"),
     ("import", "deepspeed.runtime.tensor_parallel.init_utils", "load_ds_config(config, ...)"),
     ("import", "deepspeed.runtime.zero.utils", "ZERO_SUPPORTED_OPTIMIZERS"),
@@ -241,6 +243,9 @@ NAMES = tuple(Row(*row) for row in (
     ("batch_gradients", "torch:Tensor", "_backward_hooks _post_accumulate_grad_hooks"),
 
     ("steps", _ENGINE, "_take_model_step destroy .global_steps .optimizer .skipped_steps"),
+    ("clipping", _ENGINE, "clip_fp32_gradients gradient_clipping zero_optimization .has_moe_layers .mpu"),
+    ("clipping", "deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer",
+     "unscale_and_clip_grads(self, total_norm, ...) ._global_grad_norm"),
     ("sparing the host", _ENGINE, "backward .tput_timer"),
     ("sparing the host", "deepspeed.utils.timer:ThroughputTimer", ".config"),
     ("sparing the host", "deepspeed.utils.config:DeepSpeedThroughputTimerConfig", ".synchronized"),

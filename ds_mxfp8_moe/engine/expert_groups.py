@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets an optimizer that the user made train experts in ZeRO-1 and 2.
+"""Lets the user's own parameter groups and optimizers train experts.
 
-There, experts need parameter groups of their own, marked as "moe". `AdamW(model.parameters())` has one group for all.
-The user cannot always split it: AutoEP makes the experts' new parameters while the engine is made.
+In ZeRO-1 and 2, experts need parameter groups of their own, marked as "moe". So they do in ZeRO-0 for DeepSpeed's
+FusedAdam, which otherwise clips by each rank's own norm. `AdamW(model.parameters())` has one group for all. The user
+cannot always split it: AutoEP makes the experts' new parameters while the engine is made.
 
-And lets all experts be frozen there, as with LoRA. Then no group is one of experts, which is an error in DeepSpeed.
+Beside an optimizer in the config, DeepSpeed splits the groups of `model_parameters` itself, but only those with names.
+
+All experts may be frozen, as with LoRA. Then no group is one of experts, which is an error in DeepSpeed.
 """
 
 from contextlib import AbstractContextManager
@@ -13,6 +16,7 @@ from typing import Any
 
 import torch
 from deepspeed.moe.utils import is_moe_param_group, split_params_into_different_moe_groups_for_optimizer
+from deepspeed.ops.adam import FusedAdam
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
@@ -24,12 +28,15 @@ OWN_KEYS = ("params", "name", "moe", NUMBER)
 
 
 def any_groups_allowed() -> AbstractContextManager:
-    """Engines made inside the context with ZeRO-1 or 2 take optimizers without groups of experts.
+    """Engines made inside the context take parameter groups without names beside an optimizer in the config.
 
-    If all experts are frozen, their optimizers are made as if the model had no MoE layers.
+    With ZeRO-1 or 2 they take optimizers without groups of experts. If all experts are frozen, their optimizers are
+    made as if the model had no MoE layers.
     """
 
     def configure(plain, self, optimizer, parameters):
+        if optimizer is None and self.has_moe_layers:
+            parameters = named_groups(parameters)
         optimizer = split_experts(self, optimizer)
         needed = self.zero_optimization_stage() not in (1, 2) or trains_experts(self)
         with lent(self, "has_moe_layers", self.has_moe_layers and needed):
@@ -38,16 +45,33 @@ def any_groups_allowed() -> AbstractContextManager:
     return patched(DeepSpeedEngine, "_configure_optimizer", configure)
 
 
+def named_groups(parameters: list) -> list:
+    """Returns parameter groups with a name each, by which DeepSpeed splits off experts with the group's settings.
+
+    Args:
+        parameters: parameters, which are returned as they are, or groups, which are copied. Groups that share a name
+            would get the settings of the last one.
+    """
+    if not all(isinstance(group, dict) for group in parameters) or any(map(is_moe_param_group, parameters)):
+        return parameters
+    given = [group.get("name") for group in parameters]
+    alone = None not in given and len(set(given)) == len(given)
+    return [{**group, "name": name if alone else str(i)}
+            for i, (group, name) in enumerate(zip(parameters, given, strict=True))]
+
+
 def split_experts(engine: DeepSpeedEngine, optimizer: Any) -> Any:
     """Returns the optimizer that DeepSpeed steps: the user's, or one with expert groups split off.
 
     `optimizer`: may also be a function of parameters that makes one, or None.
     """
-    needed = engine.has_moe_layers and engine.zero_optimization_stage() in (1, 2) and trains_experts(engine)
-    if optimizer is None or not needed:
+    if optimizer is None or not engine.has_moe_layers or not trains_experts(engine):
         return optimizer
     if not isinstance(optimizer, torch.optim.Optimizer):
         return lambda parameters: split_experts(engine, optimizer(parameters))
+    stage = engine.zero_optimization_stage()
+    if stage == 3 or stage == 0 and not isinstance(optimizer, FusedAdam):
+        return optimizer
     return optimizer if any(map(is_moe_param_group, optimizer.param_groups)) else _with_expert_groups(optimizer)
 
 

@@ -54,7 +54,7 @@ def graph_attention(engine: DeepSpeedEngine, config: MXFP8MoEConfig, converted: 
     wrap(engine, "destroy", partial(_destroy, engine), until=engine)
     for module in attentions:
         _GRAPHS[module] = weakref.ref(engine._mxfp8_graphs)
-        wrap(type(module), "forward", _attend)
+        wrap(type(module), "forward", _attend, until=engine)
 
 
 def _obstacle(engine: DeepSpeedEngine, attentions: list[nn.Module]) -> str | None:

@@ -14,6 +14,7 @@ from ..layers.routes import routes_of
 from ..layers.say import print_on_rank_0, say_if_missing
 from ..transport.peer_memory import PeerMemory
 from . import balance
+from .clipping import clip_by_whole_norm
 from .graphs import graph_attention
 from .keeping import keep_quantized_weights
 from .metrics import Metrics
@@ -49,6 +50,7 @@ def hook_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig, converted: int)
     if config.enabled or converted_layers(engine.module):
         hook_steps(engine)
         spare_the_host(engine)
+        clip_by_whole_norm(engine)
     batch_gradients(engine, config, converted)
     keep_quantized_weights(engine, config, converted)
     balance_loads(engine)

@@ -6,17 +6,20 @@
     wrap(engine, "load_checkpoint", ours, until=engine)   # once, until engine.destroy()
 
 `ours` gets the plain function, followed by the arguments of the call. A wrapped function is marked with the names of
-the functions that wrap it. A second wrap by the same function changes nothing.
+the functions that wrap it. A second wrap by the same function changes nothing. What several engines wrap, such as a
+method of a class, stays wrapped until all of them are destroyed.
 """
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 _WRAPPED_BY = "mxfp8_moe"  # of a function: the names of the functions that wrap it
 _UNDO = "_mxfp8_undo"  # of an engine: what takes its wraps back
+_UNTIL = "mxfp8_moe_until"  # of a wrapped function: what takes the wrap back
 
 
 @contextmanager
@@ -50,20 +53,37 @@ def patched(owner: Any, name: str, ours: Callable) -> Iterator[None]:
 def wrap(owner: Any, name: str, ours: Callable, until: Any = None) -> bool:
     """From now on, a call of `owner.name` is a call of `ours(plain, ...)`. A second wrap by `ours` changes nothing.
 
-    `until`: the engine whose `destroy` takes the wrap back, unless somebody else has wrapped the function since. None:
-    it stays as long as its owner. Returns whether the function was not wrapped by `ours` yet.
+    `until`: the engine whose `destroy` takes the wrap back, unless somebody else has wrapped the function since, or
+    another engine needs it. None: it stays as long as its owner. Returns whether the function was not wrapped by
+    `ours` yet.
     """
     if until is not None and _UNDO not in vars(until):
         vars(until)[_UNDO] = []
         wrap(until, "destroy", functools.partial(_destroy, until), until)
     plain = getattr(owner, name)
-    if _name(ours) in getattr(plain, _WRAPPED_BY, ()):
-        return False
-    wrapped, restore = _calling(ours, plain), _restoring(owner, name)
-    setattr(owner, name, wrapped)
-    if until is not None:
-        vars(until)[_UNDO].append(lambda: restore() if vars(owner).get(name) is wrapped else None)
-    return True
+    new = _name(ours) not in getattr(plain, _WRAPPED_BY, ())
+    if new:
+        wrapped, restore = _calling(ours, plain), _restoring(owner, name)
+        setattr(owner, name, wrapped)
+        if until is not None:
+            setattr(getattr(wrapped, "__func__", wrapped), _UNTIL, _Until(owner, name, wrapped, restore))
+    if until is not None and (end := getattr(getattr(owner, name), _UNTIL, None)) is not None:
+        end.engines.add(until)
+        vars(until)[_UNDO].append(functools.partial(end, until))
+    return new
+
+
+class _Until:
+    """Called with an engine that is destroyed, it takes a wrap back if no other engine needs it."""
+
+    def __init__(self, owner: Any, name: str, wrapped: Callable, restore: Callable[[], None]):
+        self._owner, self._name, self._wrapped, self._restore = owner, name, wrapped, restore
+        self.engines: weakref.WeakSet = weakref.WeakSet()
+
+    def __call__(self, engine: Any) -> None:
+        self.engines.discard(engine)
+        if not self.engines and vars(self._owner).get(self._name) is self._wrapped:
+            self._restore()
 
 
 def _destroy(engine: Any, plain: Callable) -> None:

@@ -2,6 +2,7 @@
 """`graph_attention`: attention in CUDA graphs trains as attention without. Here recorded operators stand in for graphs
 (recorded_graphs.py). tests/gpu/test_graphs_gpu.py has real ones."""
 
+import gc
 from copy import deepcopy
 from typing import NamedTuple
 from unittest import mock
@@ -316,6 +317,16 @@ def test_a_copy_and_changed_modules_have_no_graphs(one):
         assert replays_of(net, 1) == OF_A_STEP
         attention.q_proj.weight.data = attention.q_proj.weight.data.clone()
         assert replays_of(net, 1) == OF_A_STEP // 2
+
+
+def test_after_the_last_engine_the_class_is_as_before(one):
+    gc.collect()  # engines of other tests
+    with emulated():
+        first, second = started(), started()
+        first.destroy()
+        assert replays_of(second) > 0
+        second.destroy()
+        assert not hasattr(Qwen3MoeAttention.forward, "__wrapped__")
 
 
 class Scaled(torch.nn.Linear):

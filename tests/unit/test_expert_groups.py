@@ -9,7 +9,7 @@ import torch
 from deepspeed.runtime.zero import utils
 
 from ds_mxfp8_moe.engine import expert_groups
-from ds_mxfp8_moe.engine.expert_groups import split_experts
+from ds_mxfp8_moe.engine.expert_groups import named_groups, split_experts
 
 
 def parameters(experts: int, dense: int) -> list[torch.nn.Parameter]:
@@ -93,3 +93,25 @@ def test_groups_that_the_user_split_stay():
     optimizer = torch.optim.SGD([{"params": parameters(1, 0), "moe": True}], lr=0.1)
     assert split_experts(engine(), optimizer) is optimizer
     assert split_experts(engine(), None) is None
+
+
+@pytest.mark.parametrize("given, named", [
+    ([{"lr": 1}, {"lr": 2}], ["0", "1"]), ([{"name": "a"}, {"name": "b"}], ["a", "b"]),
+    ([{"name": "a"}, {"name": "a"}], ["0", "1"]), ([{"name": "a"}, {}], ["0", "1"])])
+def test_groups_for_an_optimizer_in_the_config_get_a_name_each(given, named):
+    groups = named_groups(given)
+    assert [group["name"] for group in groups] == named
+    assert [{**group, "name": None} for group in groups] == [{**group, "name": None} for group in given]
+
+
+def test_parameters_and_groups_of_experts_are_taken_as_they_are():
+    for given in (parameters(1, 1), [{"params": [], "name": "a"}, {"params": [], "name": "a", "moe": True}]):
+        assert named_groups(given) is given
+
+
+def test_in_zero_0_only_fused_adam_gets_groups_of_experts(monkeypatch):
+    optimizer = torch.optim.AdamW(parameters(1, 1))
+    assert split_experts(engine(stage=0), optimizer) is optimizer
+    monkeypatch.setattr(expert_groups, "FusedAdam", torch.optim.AdamW)
+    assert [group.get("moe", False) for group in split_experts(engine(stage=0), optimizer).param_groups] == [
+        False, True]

@@ -144,10 +144,10 @@ def imports(*folders: str) -> set[str]:
 
 
 @pytest.mark.parametrize("folder", ["ds_mxfp8_moe", "ops", "examples", "tests"])
-def test_sources_are_python_3_10_and_carry_the_licence(folder):
+def test_sources_are_python_3_11_and_carry_the_licence(folder):
     for path in (ROOT / folder).rglob("*.py"):
         text = path.read_text()
-        ast.parse(text, str(path), feature_version=(3, 10))
+        ast.parse(text, str(path), feature_version=(3, 11))
         assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n"), path
 
 

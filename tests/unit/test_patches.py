@@ -74,3 +74,18 @@ def test_what_others_have_wrapped_since_stays():
     engine.step = lambda: ours() + 1
     engine.destroy()
     assert engine.step() == 3
+
+
+def test_a_class_is_wrapped_until_the_last_engine_is_destroyed():
+    class Attention:
+        def forward(self) -> int:
+            return 1
+
+    plain, first, second = Attention.forward, Engine(), Engine()
+    assert [wrap(Attention, "forward", twice, until=engine) for engine in (first, second, second)] == [
+        True, False, False]
+    for engine in (first, first):
+        engine.destroy()
+        assert Attention().forward() == 2
+    second.destroy()
+    assert Attention.forward is plain

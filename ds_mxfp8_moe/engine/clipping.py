@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clips gradients by the norm of the whole model in ZeRO-0.
+
+There, DeepSpeed 0.19.8 computes other norms where ranks hold different experts. In fp32 it takes the mean of the ranks'
+norms, and in 16 bits it leaves experts out. With its FusedAdam in 16 bits, and with ZeRO, the norm is right.
+"""
+
+from collections.abc import Callable
+
+import deepspeed.comm as dist
+import torch
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from ..layers.patches import wrap
+from ..layers.say import say_if_missing
+from ..transport.deadline import deadline_for
+
+
+def clip_by_whole_norm(engine: DeepSpeedEngine) -> None:
+    """Applies the above to an engine with MoE layers. A second call changes nothing.
+
+    Engines whose ranks share layers by tensor or pipeline parallelism clip as before.
+    """
+    if engine.zero_optimization() or not engine.has_moe_layers or engine.mpu is not None or say_if_missing("clipping"):
+        return
+
+    def clip_fp32(plain: Callable) -> None:
+        params = [p for p in engine.module.parameters() if p.grad is not None]
+        dense = get_total_norm([p.grad for p in params if not is_moe_param(p)])
+        clip_grads_with_norm_(params, engine.gradient_clipping(), dense.hypot(norm_of_experts(engine.module)))
+
+    def clip_16_bits(plain: Callable, total_norm: torch.Tensor | float, *args, **kwargs) -> float:
+        experts = norm_of_experts(engine.module)
+        engine.optimizer._global_grad_norm = experts.hypot(torch.as_tensor(total_norm).to(experts))
+        return plain(engine.optimizer._global_grad_norm, *args, **kwargs)
+
+    wrap(engine, "clip_fp32_gradients", clip_fp32, until=engine)
+    if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+        wrap(engine.optimizer, "unscale_and_clip_grads", clip_16_bits, until=engine)
+
+
+def norm_of_experts(model: torch.nn.Module) -> torch.Tensor:
+    """float32 [], the norm of the gradients of all ranks' experts. Collective over all ranks."""
+    device = next(model.parameters()).device
+    square, world_size = torch.zeros((), device=device), dist.get_world_size()
+    for layer in model.modules():
+        if isinstance(layer, (AutoEPMoELayer, MoE)):
+            grads = [p.grad.float() for p in layer.parameters() if p.grad is not None and is_moe_param(p)]
+            # world_size / ep_size ranks hold the same experts, with the same gradients.
+            square += get_total_norm(grads).to(device).square() * (layer.ep_size / world_size)
+    with deadline_for(dist.get_world_group(), device, "the norm of the experts' gradients over all ranks"):
+        dist.all_reduce(square)
+    return square.sqrt()
