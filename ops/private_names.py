@@ -16,12 +16,13 @@ used is one string, with a space after each name:
     name(a, b, ...)     a function that has at least these parameters, in this order
     name#0123abcd       a function whose source has a SHA-256 that begins so, since the package rewrites what it does
 
-The rows of Triton are the kernels' and the launcher's (gluon_names.py, launcher.py), which decide by themselves:
-a kernel that does not compile is left out by the check at first use, an unknown launcher by its release.
+The features "kernels", "recordings" and "nvlink" do not ask here, since they decide by themselves: a kernel that does
+not compile and an exchange that fails are left out by a check at first use, and an unknown launcher by its release.
 """
 
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
 import re
 import sys
@@ -38,6 +39,7 @@ FEATURES = {
     "import": "this is plain DeepSpeed",
     "classic layers": "classic MoE layers run DeepSpeed's own path",
     "AutoEP layers": "AutoEP's layers run DeepSpeed's own path",
+    "changed blocks": "what was changed in MoE blocks before the start has no effect",
     "added presets": "AutoEP converts only the model types that DeepSpeed itself knows",
     "gpt-oss": "gpt-oss is not converted",
     "phimoe": "phimoe is not converted",
@@ -55,6 +57,7 @@ FEATURES = {
     "clipping": "in ZeRO-0, gradients are clipped by a norm that takes ranks or experts for the whole model",
     "sparing the host": "the host waits for the device at the end of each micro-batch",
     "keep_quantized_weights": "\"keep_quantized_weights\" has no effect",
+    "graph_attention": "attention runs without CUDA graphs",
     "metrics": "\"metrics\" has no effect",
     "saving": "saved models hold one rank's experts: use checkpoints",
     "saving by Trainer and Accelerate": "what they save holds one rank's experts: use ds_mxfp8_moe.save_pretrained",
@@ -64,6 +67,7 @@ FEATURES = {
     "router kernels": "AutoEP's routers run DeepSpeed's own operations, which are slower",
     "router replay": "routes are neither recorded nor replayed",
     "recordings": "the host launches each kernel from Python, which is slower",
+    "nvlink": "tokens travel by NCCL",
     "kernels": "MXFP8 layers run in bf16",
 }
 
@@ -106,6 +110,7 @@ NAMES = tuple(Row(*row) for row in (
      "FIRST_ALLTOALL_TIMER MOELayer MOE_TIMER SECOND_ALLTOALL_TIMER TopKGate"),
     ("import", "deepspeed.moe.utils",
      "is_moe_param is_moe_param_group split_params_into_different_moe_groups_for_optimizer"),
+    ("import", "deepspeed.ops.adam", "FusedAdam"),
     ("import", "deepspeed.ops.op_builder.builder", "CUDAOpBuilder"),
     ("import", "deepspeed.runtime.checkpoint_engine", "TorchCheckpointEngine"),
     ("import", "deepspeed.runtime.config_utils", "DeepSpeedConfigModel"),
@@ -119,6 +124,16 @@ NAMES = tuple(Row(*row) for row in (
     ("import", "deepspeed.utils.logging", "warning_once"),
     ("import", _ENGINE, "__init__ ._config .module"),
     ("import", "deepspeed.runtime.config:DeepSpeedConfig", "._param_dict"),
+    ("import", "torch:Tensor", "_make_wrapper_subclass"),
+    ("import", "torch._ops:OpOverload", "._schema"),
+    ("import", "torch:ops.aten", "_unsafe_view"),
+    ("import", "torch:ops.mkldnn", "_is_mkldnn_bf16_supported"),
+    ("import", "torch.distributed:ProcessGroupGloo", "_set_default_timeout"),
+    ("import", "torch.distributed:ProcessGroupGloo._Options", "_timeout"),
+    ("import", "torch.distributed:ProcessGroup", "_get_backend"),
+    ("import", "torch.distributed.distributed_c10d", "_get_default_store _resolve_process_group"),
+    ("import", "torch.utils._pytree", "tree_map(func, tree, ...)"),
+    ("import", "torch.utils.checkpoint", "_StopRecomputationError"),
 
     ("classic layers", "deepspeed.moe.layer:MoE",
      "forward(self, hidden_states, used_token) .coefficient .deepspeed_moe .enable_expert_tensor_parallelism .ep_size "
@@ -129,6 +144,8 @@ NAMES = tuple(Row(*row) for row in (
     ("classic layers", "deepspeed.moe.sharded_moe:TopKGate",
      "forward(self, input, used_token, ...) .drop_tokens .k .min_capacity .wg"),
     ("classic layers", "deepspeed.moe.experts:Experts", ".deepspeed_experts"),
+    ("classic layers", "torch.nn:Module",
+     "._backward_hooks ._backward_pre_hooks ._forward_hooks ._forward_pre_hooks ._modules ._parameters"),
     ("classic layers", "deepspeed.utils.groups", "_get_expert_model_parallel_world_size mpu"),
 
     ("AutoEP layers", "deepspeed.module_inject.auto_ep_layer:AutoEPMoELayer",
@@ -142,6 +159,15 @@ NAMES = tuple(Row(*row) for row in (
     ("AutoEP layers", "deepspeed.moe.ep_router:TokenChoiceTopKRouter",
      "forward(self, x, expert_bias, ...) .e_score_correction_bias .gate .num_expert_groups .num_experts .route_norm "
      ".route_scale .score_func .top_k"),
+
+    ("changed blocks", "deepspeed.module_inject.auto_ep:AutoEP",
+     "replace_moe_layers(self, specs, ...) .config .model"),
+    ("changed blocks", "deepspeed.module_inject.auto_ep_config:AutoEPConfig", ".top_k"),
+    ("changed blocks", f"{_PRESETS}.base:MoELayerSpec",
+     ".moe_module_name .router_name .shared_experts_gate_name .shared_experts_name .top_k"),
+    ("changed blocks", "torch.nn:Module",
+     "._backward_hooks ._backward_pre_hooks ._forward_hooks ._forward_pre_hooks"),
+    ("changed blocks", "torch:Tensor", "_backward_hooks _post_accumulate_grad_hooks"),
 
     ("added presets", "deepspeed.module_inject.auto_ep:AutoEP",
      "_replace_moe_layer_without_retarget(self, spec, ...) ep_parser(self) .model"),
@@ -185,8 +211,9 @@ NAMES = tuple(Row(*row) for row in (
     ("FP8 experts", "transformers.integrations.mxfp4:Mxfp4GptOssExperts",
      ".down_proj_bias .down_proj_precision_config .gate_up_proj_precision_config .hidden_size .intermediate_size "
      ".num_experts"),
+    ("FP8 experts", "torch.nn:Module", "_apply(self, fn, recurse) ._parameters _save_to_state_dict"),
     ("FP8 experts", _ENGINE, "_cast_module_mixed_precision"),
-    ("from_pretrained", "transformers:PreTrainedModel",
+    ("from_pretrained", "transformers.modeling_utils:PreTrainedModel",
      "_load_pretrained_model(model, state_dict, checkpoint_files, load_config, ...)"),
     ("from_pretrained", "transformers.modeling_utils:LoadStateDictConfig",
      ".dtype .ignore_mismatched_sizes .weight_mapping"),
@@ -215,6 +242,7 @@ NAMES = tuple(Row(*row) for row in (
 
     ("own optimizer", _ENGINE,
      "_configure_optimizer(self, client_optimizer, model_parameters) zero_optimization_stage .has_moe_layers"),
+    ("own optimizer", "torch.optim.lr_scheduler:LRScheduler", "._opt_called"),
 
     ("compiled models", "torch._dynamo:OptimizedModule", "._orig_mod .dynamo_ctx"),
     ("compiled models", "torch.nn:Module", "_call_impl _compiled_call_impl"),
@@ -232,6 +260,9 @@ NAMES = tuple(Row(*row) for row in (
      "reduce_gradients#385b8e94 reduce_independent_p_g_buckets_and_remove_grads#500839d3 "
      "reduce_ipg_grads#a41525b6 reduce_ready_partitions_and_remove_grads#46ef5f92 scaled_global_norm#63c6a6fe "
      "should_refresh_expected_hook_count#904c5b1d step#9520884f unscale_and_clip_grads#6bf2ce6f"),
+    ("batch_gradients", f"{_ZERO}:DeepSpeedZeroOptimizer", "._backward_active_depth ._coalesce_grad_reduction"),
+    ("batch_gradients", "torch", "_foreach_add_ _foreach_copy_ _foreach_div_ _foreach_norm"),
+    ("batch_gradients", "torch._utils", "_unflatten_dense_tensors(flat, tensors)"),
     ("batch_gradients", f"{_ZERO}:DeepSpeedZeroOptimizer", ".autoep_folding_tp_group .param_dict .param_names"),
     ("batch_gradients", f"{_ZERO}:GradPartitionBufferGroup", "._view_specs"),
     ("batch_gradients", "deepspeed.runtime.constants", "PIPE_REPLICATED"),
@@ -242,6 +273,7 @@ NAMES = tuple(Row(*row) for row in (
     ("batch_gradients", "torch._C", "_current_graph_task_id _will_engine_execute_node"),
     ("batch_gradients", "torch:Tensor", "_backward_hooks _post_accumulate_grad_hooks"),
 
+    ("steps", "torch._C", "_current_autograd_node"),
     ("steps", _ENGINE, "_take_model_step destroy .global_steps .optimizer .skipped_steps"),
     ("clipping", _ENGINE, "clip_fp32_gradients gradient_clipping zero_optimization .has_moe_layers .mpu"),
     ("clipping", "deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer",
@@ -252,6 +284,12 @@ NAMES = tuple(Row(*row) for row in (
     ("keep_quantized_weights", _ENGINE,
      "_take_model_step destroy gradient_accumulation_steps load_checkpoint offload_states "
      "zero_optimization_partition_weights .zenflow"),
+    ("graph_attention", _ENGINE,
+     "autotp_size destroy zero_optimization_partition_weights .sequence_parallel_size"),
+    ("graph_attention", "torch._C:_autograd", "_top_saved_tensors_default_hooks"),
+    ("graph_attention", "torch:Tensor", "_backward_hooks _version"),
+    ("graph_attention", "torch.nn:Module",
+     "._backward_hooks ._backward_pre_hooks ._forward_hooks ._forward_pre_hooks ._parameters"),
     ("metrics", _ENGINE, ".device .global_samples .global_steps .monitor"),
     ("metrics", "deepspeed.monitor.monitor:MonitorMaster", "write_events(self, event_list) .enabled"),
 
@@ -261,16 +299,17 @@ NAMES = tuple(Row(*row) for row in (
      "zero_gather_16bit_weights_on_model_save(self)"),
     ("saving", "deepspeed.runtime.config:DeepSpeedConfig", ".expert_parallel_config"),
     ("saving", "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3", "checkpoint_event_epilogue(self)"),
+    ("saving", "transformers.core_model_loading", "._weight_conversions"),
     ("saving", f"{_PRESETS}.base:MoELayerSpec",
      ".e_score_correction_bias_path .expert_storage .expert_w1_name .expert_w2_name .expert_w3_name "
      ".shared_experts_gate_name .shared_experts_name"),
     ("saving", "deepspeed.moe.fused_expert_layout:FusedExpertLayout", ".needs_transpose"),
-    ("saving by Trainer and Accelerate", "accelerate:Accelerator",
+    ("saving by Trainer and Accelerate", "accelerate.accelerator:Accelerator",
      "get_state_dict(self, model, ...) save_model(self, model, ...)"),
-    ("saving by Trainer and Accelerate", "transformers:PreTrainedModel",
+    ("saving by Trainer and Accelerate", "transformers.modeling_utils:PreTrainedModel",
      "_hf_peft_config_loaded save_pretrained(self, save_directory, is_main_process, state_dict, ...)"),
     ("saving by Trainer and Accelerate", "transformers.core_model_loading", "revert_weight_conversion"),
-    ("saving by Trainer and Accelerate", "transformers:Trainer", ".deepspeed"),
+    ("saving by Trainer and Accelerate", "transformers.trainer:Trainer", ".deepspeed"),
     ("saving by Trainer and Accelerate", "peft:PeftModel",
      "save_pretrained(self, save_directory, is_main_process, ...)"),
     ("saving by Trainer and Accelerate", "peft", "get_peft_model_state_dict(model, ...)"),
@@ -295,8 +334,8 @@ NAMES = tuple(Row(*row) for row in (
      "load(self, path, ...) makedirs(self, path, exist_ok) save(self, state_dict, path)"),
 
     ("advice on speed", _ENGINE, ".basic_optimizer"),
-    ("advice on speed", "transformers:PreTrainedConfig", "_attn_implementation"),
-    ("advice on speed", "transformers:PreTrainedModel", "_supports_flex_attn _supports_sdpa"),
+    ("advice on speed", "transformers.configuration_utils:PreTrainedConfig", "_attn_implementation"),
+    ("advice on speed", "transformers.modeling_utils:PreTrainedModel", "_supports_flex_attn _supports_sdpa"),
     # How DeepSpeed chooses experts, which router.py and gating.py do in its place.
     ("router kernels", "deepspeed.moe.ep_router:TokenChoiceTopKRouter", "forward#a81b5427"),
     ("router replay", "deepspeed.moe.ep_router:TokenChoiceTopKRouter",
@@ -307,6 +346,9 @@ NAMES = tuple(Row(*row) for row in (
     ("router replay", "torch.autograd.graph:Node", "_sequence_nr"),
     ("router replay", "transformers.models.phimoe.modeling_phimoe", "PhimoeMultiplier"),
 
+    ("recordings", "torch._ops:OpOverload", "._schema"),
+    ("recordings", "torch:UntypedStorage", "_cdata"),
+    ("recordings", "torch.utils._python_dispatch", "TorchDispatchMode"),
     ("recordings", "triton", "JITFunction knobs"),
     ("recordings", "triton.runtime", "driver"),
     ("recordings", "triton.runtime.jit:JITFunction", ".params"),
@@ -317,6 +359,9 @@ NAMES = tuple(Row(*row) for row in (
     ("recordings", "triton.backends.nvidia.driver:CudaLauncher",
      ".global_scratch_size .launch .launch_cooperative_grid .launch_pdl .profile_scratch_size"),
     ("recordings", "triton.knobs:runtime", "launch_enter_hook launch_exit_hook"),
+    ("nvlink", "torch._C", "_cuda_getCurrentRawStream"),
+    ("nvlink", "torch.distributed._symmetric_memory", "_SymmetricMemory rendezvous(tensor, group)"),
+    ("nvlink", "torch.distributed.distributed_c10d", "_get_default_store _register_process_group"),
     ("kernels", "triton.experimental.gluon", "jit"),
     ("kernels", "triton.experimental.gluon.language",
      "BlockedLayout NVMMADistributedLayout NVMMASharedLayout SliceLayout SwizzledSharedLayout "
@@ -328,17 +373,17 @@ NAMES = tuple(Row(*row) for row in (
 ))
 
 
-@cache
 def missing(feature: str) -> str | None:
     """What another library lacks of a feature's names, with its release. None: all of them are there.
 
-    Names of a library that nobody has imported are taken to be there. DeepSpeed is imported.
+    Names in modules that nobody has imported yet are taken to be there, and looked at once somebody has. Only modules
+    of DeepSpeed are imported here.
     """
     for row in NAMES:
-        library = re.match(r"\w+", row.place)[0]
-        if row.feature == feature and (library == "deepspeed" or library in sys.modules):
-            gone = absent(row)
-            if gone:
+        if row.feature == feature:
+            imported = row.place.partition(":")[0] in sys.modules
+            if gone := _absent(row) if imported else absent(row):
+                library = re.match(r"\w+", row.place)[0]
                 return (f"{library} {importlib.metadata.version(library)} {gone} (the package was made for "
                         f"{library} {SINCE[library]})")
     return None
@@ -350,13 +395,18 @@ def line_about(feature: str) -> str:
 
 
 def absent(row: Row) -> str | None:
-    """What of a row is not there, or has other parameters. None: all is there."""
+    """What of a row is not there, or has other parameters. None: all is there, or nobody has imported the module."""
     module_name, _, class_name = row.place.partition(":")
     try:
-        place: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        installed = error.name != module_name.partition(".")[0]
-        return f"has no {module_name}" if installed else None
+        if module_name.startswith("deepspeed"):
+            importlib.import_module(module_name)
+        elif module_name not in sys.modules:
+            package = module_name.rpartition(".")[0]
+            gone = package in sys.modules and importlib.util.find_spec(module_name) is None
+            return f"has no {module_name}" if gone else None
+    except ModuleNotFoundError:
+        return f"has no {module_name}"
+    place: Any = sys.modules[module_name]
     for part in filter(None, class_name.split(".")):
         place = getattr(place, part, None)
         if place is None:
@@ -378,15 +428,19 @@ def absent(row: Row) -> str | None:
     return None
 
 
+_absent = cache(absent)
+
+
 def _instances_have(kind: type, name: str) -> bool:
     """Whether a method of a class, or of one that it inherits from, sets the attribute. Fields count, of dataclasses
-    and of pydantic models.
+    and of pydantic models. Private names also count where a method, or a function of a module, uses them on others.
     """
     if hasattr(kind, name) or any(name in getattr(kind, fields, ())
                                   for fields in ("__dataclass_fields__", "model_fields")):
         return True
-    pattern = re.compile(rf"\bself\.{name}\b|register_(?:buffer|parameter)\(\s*[\"']{name}[\"']")
-    return any(pattern.search(_source(base)) for base in kind.__mro__[:-1])
+    owner = r"\w+" if name.startswith("_") else r"\bself"
+    pattern = re.compile(rf"{owner}\.{name}\b|register_(?:buffer|parameter)\(\s*[\"']{name}[\"']")
+    return any(pattern.search(_source(base)) for base in getattr(kind, "__mro__", (kind, object))[:-1])
 
 
 @cache  # reading the source of a class takes a second in a large file

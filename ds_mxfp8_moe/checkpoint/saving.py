@@ -69,12 +69,13 @@ def save_whole_models(engine: DeepSpeedEngine) -> None:
     vars(engine)[MARK] = section
     wrap(engine, "save_16bit_model", functools.partial(_save_16bit_model, engine))
     by_libraries = not say_if_missing("saving by Trainer and Accelerate")
-    accelerate, transformers, peft = map(sys.modules.get, ("accelerate", "transformers", "peft"))
+    # An attribute of transformers itself may import what the script does not use.
+    accelerate, modeling, peft = map(sys.modules.get, ("accelerate", "transformers.modeling_utils", "peft"))
     if accelerate and by_libraries:
         wrap(accelerate.Accelerator, "get_state_dict", _get_state_dict)
         wrap(accelerate.Accelerator, "save_model", _save_model)
-    if transformers and by_libraries:
-        wrap(transformers.PreTrainedModel, "save_pretrained", _save_pretrained)
+    if modeling and by_libraries:
+        wrap(modeling.PreTrainedModel, "save_pretrained", _save_pretrained)
     if autoep or needs_peers(engine.module):
         vars(engine.module)[MARK] = section
     if not autoep or not by_libraries:
@@ -84,9 +85,9 @@ def save_whole_models(engine: DeepSpeedEngine) -> None:
     wrap(engine, "_raise_if_autoep_zero3_consolidated_export", lambda plain, operation: None)
     wrap(engine, "_zero3_consolidated_16bit_state_dict",
          lambda plain, exclude_frozen_parameters=False: _state_dict(engine, exclude_frozen_parameters))
-    if transformers:
+    if modeling:
         for name, module in engine.module.named_modules():
-            saves_itself = is_peft(module) or isinstance(module, transformers.PreTrainedModel)
+            saves_itself = is_peft(module) or isinstance(module, modeling.PreTrainedModel)
             if name and saves_itself and autoep_layers(module):
                 vars(module)[MARK] = None
     if peft:

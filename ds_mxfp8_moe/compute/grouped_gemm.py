@@ -2,11 +2,11 @@
 """Grouped GEMMs over rows sorted by expert, for operands that are plain or MXFP8, and which kernel multiplies them.
 
     operands                  kernel                                              else
-    MXFP8, blocks of 128      sm_90: FP8 tensor cores, Gluon; sm_100: as below    dequantised, torch._grouped_mm
-    MXFP8, blocks of 32       sm_100: scaled tensor cores, Triton                 dequantised, torch._grouped_mm
-    bf16, fp16                sm_90: Gluon                                        torch._grouped_mm
+    MXFP8, blocks of 128      sm_90: FP8 tensor cores, Gluon; sm_100: as below    dequantised, torch's grouped_mm
+    MXFP8, blocks of 32       sm_100: scaled tensor cores, Triton                 dequantised, torch's grouped_mm
+    bf16, fp16                sm_90: Gluon                                        torch's grouped_mm
 
-The reference dequantises, exactly in bfloat16, and multiplies by torch._grouped_mm in the operands' dtype with
+The reference dequantises, exactly in bfloat16, and multiplies by torch's grouped_mm in the operands' dtype with
 accumulation in float32. Where a CPU would emulate that dtype, it multiplies in float32 and rounds the result once.
 sm_90 dequantises blocks of 32 once, outside the GEMM, since its tensor cores cannot apply a scale every 32 values. The
 kernels' own files choose their tiles, from shapes alone.
@@ -75,7 +75,7 @@ def grouped_mm(a_PK: torch.Tensor, b_ENK: torch.Tensor, ends_E: torch.Tensor, ou
     kernel = _kernel_of_rows(a, stacks) if aligned else None
     if kernel is not None:
         return kernel(a, stacks, ends_E, out_dtype, transposed)
-    out = torch._grouped_mm(_strided(a), _strided(b).transpose(1, 2), offs=ends_E)
+    out = torch.nn.functional.grouped_mm(_strided(a), _strided(b).transpose(1, 2), offs=ends_E)
     beyond = torch.arange(a.shape[0], device=a.device) >= ends_E[-1]
     return out.masked_fill_(beyond.unsqueeze(-1), 0).to(out_dtype)
 
@@ -118,7 +118,7 @@ def grouped_mm_wgrad(g: torch.Tensor, a: torch.Tensor, ends_E: torch.Tensor, out
     kernel = _kernel_of_wgrad_rows(g, a, rescaled=False) if aligned else None
     if kernel is not None:
         return kernel(g, a, ends_E, out_dtype)
-    out = torch._grouped_mm(_strided(g).t(), _strided(a), offs=ends_E)
+    out = torch.nn.functional.grouped_mm(_strided(g).t(), _strided(a), offs=ends_E)
     empty = torch.diff(ends_E, prepend=ends_E.new_zeros(1)) == 0
     return out.masked_fill_(empty.view(-1, 1, 1), 0).to(out_dtype)
 
@@ -251,7 +251,7 @@ def _operands(a: torch.Tensor, b: torch.Tensor) -> tuple:
 
 
 def _strided(x: torch.Tensor) -> torch.Tensor:
-    """x itself if torch._grouped_mm can read it (rows or columns dense, 16-byte steps between them), else a copy."""
+    """x itself if torch's grouped_mm can read it (rows or columns dense, 16-byte steps between them), else a copy."""
     (rows, columns), (row_step, column_step), unit = x.shape[-2:], x.stride()[-2:], 16 // x.element_size()
     row_major = column_step == 1 and row_step >= max(columns, 1) and row_step % unit == 0
     column_major = row_step == 1 and column_step >= max(rows, 1) and column_step % unit == 0

@@ -149,7 +149,7 @@ def _liger_has_kernels(model_type: str | None) -> bool:
         return False
     try:
         import liger_kernel.transformers as liger
-    except ImportError:  # a release for another transformers
+    except Exception:  # a release for another transformers, or broken
         return False
     return hasattr(liger, f"apply_liger_kernel_to_{model_type.removesuffix('_text')}")
 

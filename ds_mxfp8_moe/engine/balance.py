@@ -12,6 +12,7 @@ import deepspeed.comm as dist
 import torch
 
 from ..layers.autoep import MXFP8AutoEPMoELayer
+from ..layers.padding import PaddingMask
 from ..layers.presets import CORRECTION_BIAS
 from ..transport.deadline import deadline_for
 
@@ -19,36 +20,46 @@ from ..transport.deadline import deadline_for
 def bias_of(layer: MXFP8AutoEPMoELayer) -> torch.Tensor:
     """float32 [E], the bias that moves: the router's correction bias where the model has one (DeepSeek-V3), which
     `save_pretrained` writes; else the layer's `expert_bias`, which only checkpoints hold."""
-    return layer.router._buffers[CORRECTION_BIAS] if corrects(layer) else layer.expert_bias
+    return getattr(layer.router, CORRECTION_BIAS) if corrects(layer) else layer.expert_bias
 
 
 def corrects(layer: MXFP8AutoEPMoELayer) -> bool:
     """Whether the router has a correction bias that no optimizer holds."""
-    return layer.router._buffers.get(CORRECTION_BIAS) is not None
+    bias = getattr(layer.router, CORRECTION_BIAS, None)
+    return bias is not None and not isinstance(bias, torch.nn.Parameter)
 
 
 class LoadBalancer:
     """Moves the biases of AutoEP layers. It makes sure that each layer has one, in float32: bf16 would lose its steps.
 
     Args:
+        model: of which these are the layers.
         coeff: by how much a bias moves in a step.
     """
 
-    def __init__(self, layers: Sequence[MXFP8AutoEPMoELayer], coeff: float):
+    def __init__(self, model: torch.nn.Module, layers: Sequence[MXFP8AutoEPMoELayer], coeff: float):
         self.layers, self.coeff = list(layers), coeff
+        self._padding = PaddingMask(model, self.layers)
         for layer in self.layers:
+            layer.mxfp8_padding = self._padding
             if corrects(layer):
-                layer.router._buffers[CORRECTION_BIAS] = bias_of(layer).float()
+                setattr(layer.router, CORRECTION_BIAS, bias_of(layer).float())
             elif layer.expert_bias is None:
                 del layer.expert_bias
                 layer.register_buffer("expert_bias", torch.zeros_like(layer.tokens_per_expert))
             layer.tokens_per_expert.zero_()
 
+    def close(self) -> None:
+        """Ends the balancer's part in the forwards of its model."""
+        self._padding.close()
+        for layer in self.layers:
+            vars(layer).pop("mxfp8_padding", None)
+
     @torch.no_grad()
     def after_step(self) -> None:
         """Moves the biases by the choices since the last call, and forgets these. Collective over all ranks.
 
-        A recomputed forward counts once more, which changes no sign.
+        Choices of padding tokens, and those that are repeated by activation checkpointing, do not count.
         """
         loads = torch.cat([layer.tokens_per_expert for layer in self.layers])
         if dist.is_initialized():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clips gradients by the norm of the whole model in ZeRO-0.
 
-There, DeepSpeed 0.19.8 computes other norms where ranks hold different experts. In fp32 it takes the mean of the ranks'
-norms, and in 16 bits it leaves experts out. With its FusedAdam in 16 bits, and with ZeRO, the norm is right.
+There, DeepSpeed 0.19.8 computes other norms if ranks hold different experts: in fp32 the mean of the ranks' norms, in
+16 bits the norm of the dense parameters. With its FusedAdam in 16 bits, and in ZeRO-1 to 3, the norm is right.
 """
 
 from collections.abc import Callable

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from ..config import MXFP8MoEConfig
 from ..layers.patches import wrap
-from ..layers.say import print_on_rank_0
+from ..layers.say import print_on_rank_0, say_if_missing
 from .graphed import Call, Form, GraphedAttention, NoGraph, NoGraphYet, captured, form_of
 from .keeping import MOST_OF_FREE, free_bytes
 
@@ -44,7 +44,7 @@ def graph_attention(engine: DeepSpeedEngine, config: MXFP8MoEConfig, converted: 
     attentions = [module for module in engine.module.modules() if type(module).__name__.endswith("Attention")
                   and (asked or type(module).__module__.startswith("transformers."))]
     engine._mxfp8_graphs = None
-    if not config.enabled or not converted or asked is False:
+    if not config.enabled or not converted or asked is False or say_if_missing("graph_attention"):
         return
     if obstacle := _obstacle(engine, attentions):
         if asked:

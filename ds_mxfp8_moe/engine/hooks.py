@@ -130,8 +130,10 @@ def balance_loads(engine: DeepSpeedEngine) -> None:
     if others := [layer.mxfp8_settings.name for layer in layers if not isinstance(layer, MXFP8AutoEPMoELayer)]:
         print_on_rank_0(f'mxfp8_moe: "load_balance_coeff" has no effect on classic layers, such as {others[0]}')
     layers = [layer for layer in layers if isinstance(layer, MXFP8AutoEPMoELayer)]
-    engine._mxfp8_balancer = balance.LoadBalancer(layers, layers[0].mxfp8_settings.config.load_balance_coeff) if (
-        layers) else None
+    if getattr(engine, "_mxfp8_balancer", None) is not None:
+        engine._mxfp8_balancer.close()
+    engine._mxfp8_balancer = balance.LoadBalancer(
+        engine.module, layers, layers[0].mxfp8_settings.config.load_balance_coeff) if layers else None
     if any(not balance.corrects(layer) for layer in layers):
         print_on_rank_0("mxfp8_moe: only checkpoints contain the biases that balance the experts' load: "
                         "transformers has no place for them in this model")

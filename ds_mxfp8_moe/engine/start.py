@@ -26,6 +26,7 @@ from ..layers.patches import wrap
 from ..layers.presets import added_preset
 from ..layers.recorders import named_recorders
 from ..layers.say import print_on_rank_0, say_if_missing
+from ..layers.user_changes import changes_refused
 from .advice import explaining_transformers
 from .attach import attach
 from .expert_groups import any_groups_allowed
@@ -85,17 +86,19 @@ def _preparing(config: MXFP8MoEConfig, model: torch.nn.Module | None) -> Iterato
     before = _READ.set(True)
     try:
         with explaining_transformers(config), ExitStack() as stack:
+            # Also without the section, since ranks compare their sections later.
+            contexts = {"changed blocks": changes_refused(config.enabled)}
             if config.enabled:
                 _refuse_empty(model)
-                contexts = {"FP8 experts": quantised_experts(model), "recorders": named_recorders(),
-                            "added presets": added_preset(model), "LoRA on experts": adapted_layers(model),
-                            "own optimizer": any_groups_allowed(),
-                            "frozen_experts": frozen_experts_held(config, model)}
-                for feature, context in contexts.items():
-                    if not say_if_missing(feature):
-                        stack.enter_context(context)
+                contexts |= {"FP8 experts": quantised_experts(model), "recorders": named_recorders(),
+                             "added presets": added_preset(model), "LoRA on experts": adapted_layers(model),
+                             "own optimizer": any_groups_allowed(),
+                             "frozen_experts": frozen_experts_held(config, model)}
             elif holds_experts(model):
                 raise ConfigError('the model\'s experts are held in MXFP8 alone: write "mxfp8_moe": {"enabled": true}')
+            for feature, context in contexts.items():
+                if not say_if_missing(feature):
+                    stack.enter_context(context)
             yield
     finally:
         _READ.reset(before)

@@ -99,7 +99,7 @@ class BatchedChecks(DeepSpeedZeroOptimizer):
         """As DeepSpeed's. Each gradient's norm is a float64, as there, and their sum is rounded to float32."""
         if norm_type != 2:
             return super().get_grad_norm_direct(gradients, params, norm_type)
-        parts = (g for g in gradients if not getattr(g, "_zero_padding", False))
+        parts = (g for g in gradients if not getattr(g, "_mxfp8_padding", False))
         counted = [g.detach() for g, p in zip(parts, params, strict=False)
                    if not (hasattr(p, PIPE_REPLICATED) and p.ds_pipe_replicated)
                    and (self.model_parallel_rank == 0 or is_model_parallel_parameter(p))]
@@ -192,7 +192,7 @@ class _Parts(GradPartitionBufferGroup):
         self.flat_partition, self._view_specs = flat_partition, specs
         for part, (_, _, is_padding) in zip(self, specs, strict=True):
             if is_padding:
-                part._zero_padding = True
+                part._mxfp8_padding = True
 
 
 class BatchedGradients(BatchedChecks):

@@ -19,8 +19,9 @@ from ..transport.deadline import tell_peers_on_error
 from .classic import LayerSettings
 from .extended_experts import ExtendedGroupedExperts
 from .frozen_experts import WEIGHTS, dtype_of, frozen_of
+from .padding import PaddingMask
 from .router import as_gate_takes, route
-from .routes import LayerRoutes
+from .routes import LayerRoutes, is_recomputed
 
 
 class MXFP8GroupedExperts(GroupedExperts):
@@ -91,6 +92,7 @@ class MXFP8AutoEPMoELayer(AutoEPMoELayer):
     mxfp8_sums: ReferenceType | None = None  # to an optimizer of engine/zero.py
     mxfp8_samples: list | None = None  # engine/metrics.py
     mxfp8_routes: LayerRoutes | None = None
+    mxfp8_padding: PaddingMask | None = None
 
     @torch.compiler.disable  # layers differ too much to share what is compiled
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -113,8 +115,11 @@ class MXFP8AutoEPMoELayer(AutoEPMoELayer):
         if settings.config.force_load_balance:
             routes = self._balanced(routes, x_TH)
             counts_E = routes.counts_E()
-        if self.training or settings.config.load_balance_coeff is None:  # an evaluation does not move the balance
+        if settings.config.load_balance_coeff is None:
             self.tokens_per_expert.add_(counts_E)  # integers have no gradients
+        elif self.training and not is_recomputed():  # an evaluation does not move the balance
+            self.tokens_per_expert.add_(
+                counts_E if self.mxfp8_padding is None else self.mxfp8_padding.counts(routes.expert_TK, counts_E))
         ffn = settings.ffn(self, x_TH, routes, counts_E)
         shared = self._shared_experts(x_TH, hidden_states)
         output = self.experts(x_TH, routes, ffn, shared).reshape(hidden_states.shape)

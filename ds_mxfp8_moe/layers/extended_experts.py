@@ -46,12 +46,12 @@ class ExtendedGroupedExperts(GroupedExperts):
             raise ValueError("experts with biases (gpt_oss) or LoRA adapters do not work with AutoTP: set "
                              f'"tensor_parallel": {{"autotp_size": 1}} (given: {handles.spec.tp_size})')
         ends_E = num_tokens_per_expert.cumsum(0).int()
-        # Rows past the last group belong to no expert, and torch._grouped_mm leaves any values in them.
+        # Rows past the last group belong to no expert, and torch's grouped_mm leaves any values in them.
         inside_P = torch.arange(len(x), device=x.device).unsqueeze(1) < ends_E[-1]
         bias, adapters = self.biases(), self.adapters()
 
         def multiply(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            y = torch._grouped_mm(rows, weight.to(rows.dtype).transpose(1, 2), offs=ends_E)
+            y = torch.nn.functional.grouped_mm(rows, weight.to(rows.dtype).transpose(1, 2), offs=ends_E)
             return torch.where(inside_P, y, 0).to(rows.dtype)
 
         def project(rows: torch.Tensor, weight: torch.Tensor, role: str) -> torch.Tensor:

@@ -121,7 +121,7 @@ class ModelRoutes:
         Raises:
             RuntimeError: there are no more routes to replay.
         """
-        if torch._C._current_autograd_node() is not None:  # recomputed
+        if is_recomputed():
             return
         if self._current is not None and not self._current.turns:  # a module around this one began it
             return
@@ -214,6 +214,11 @@ def routes_of(model: torch.nn.Module, make: bool = False) -> ModelRoutes | None:
     if make:
         vars(model).setdefault("_mxfp8_routes", ModelRoutes())
     return vars(model).get("_mxfp8_routes")
+
+
+def is_recomputed() -> bool:
+    """Whether activation checkpointing repeats a forward, in backward."""
+    return torch._C._current_autograd_node() is not None
 
 
 def _node_number() -> int:

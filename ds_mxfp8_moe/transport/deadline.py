@@ -83,7 +83,7 @@ def set_deadline(group: Any, device: torch.device) -> float:
 
     torch gives new groups its own default, not what deepspeed.init_distributed was told.
     """
-    own, default = (g._get_backend(device) for g in (group, c10d._get_default_group()))
+    own, default = (g._get_backend(device) for g in (group, torch.distributed.group.WORLD))
     if not {own.name(), default.name()} <= {"gloo", "nccl"}:
         return float("inf")  # other backends keep their own rules
     timeout = min(own.options._timeout, default.options._timeout)

@@ -14,7 +14,7 @@ NAMESPACE = "ds_mxfp8_moe"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
-def operator(mutates_args: Iterable[str]) -> Callable[[Callable], torch._ops.OpOverload]:
+def operator(mutates_args: Iterable[str]) -> Callable[[Callable], Callable]:
     """Registers a function that returns nothing as an op under its own name, without leading underscores.
 
     The function needs type annotations, from which its schema is made. The op is registered for CUDA, and for the CPU,
@@ -24,7 +24,7 @@ def operator(mutates_args: Iterable[str]) -> Callable[[Callable], torch._ops.OpO
         mutates_args: names of the arguments that the function writes into.
     """
 
-    def register(function: Callable) -> torch._ops.OpOverload:
+    def register(function: Callable) -> Callable:
         name = function.__name__.lstrip("_")
         _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=mutates_args))
         for device in ("CPU", "CUDA"):

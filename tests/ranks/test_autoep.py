@@ -211,7 +211,8 @@ def check_training(results, tolerance=1e-5, db=90, most_moved=0):
      ("ranks4", 2, 2), ("ranks4", 2, 3)], ("ranks2", 2, 0), ("ranks2", 1, 2), ("ranks2", 2, 3), ("ranks4", 2, 2)))
 def test_trains_like_deepspeed_in_every_zero_stage(request, ranks, ep_size, stage):
     pool = request.getfixturevalue(ranks)
-    check_training(pool.run(trained_like_deepspeed, stage, ep_size))
+    changes = {} if stage else {"gradient_clipping": 0.0}  # DeepSpeed's norm is another one there (test_clipping.py)
+    check_training(pool.run(trained_like_deepspeed, stage, ep_size, **changes))
 
 
 LAYOUTS = {

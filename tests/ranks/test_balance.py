@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`load_balance_coeff`: the biases of AutoEP's experts follow their load, and checkpoints hold them."""
 
+from functools import partial
+
 import deepspeed.comm as dist
 import pytest
 import torch
@@ -8,6 +10,7 @@ from autoep_models import autoep_layers, batch, engine, train_engine
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.engine import balance
+from ds_mxfp8_moe.layers.padding import PaddingMask
 
 COEFF = 0.01
 SECTION = {"enabled": True, "load_balance_coeff": COEFF}
@@ -113,3 +116,54 @@ def evaluated() -> bool:
 
 def test_an_evaluation_counts_nothing(ranks2):
     assert ranks2.run(evaluated) == [False, False]
+
+
+def add_load(load_E, tokens, module, args, out) -> None:
+    load_E += out[1][tokens].flatten().bincount(minlength=8)
+
+
+def signs_with_padding(side: str, checkpointing: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """How biases moved, and should have, by layer, in a step of two forwards with other padding each."""
+    net = engine(SECTION, 1)
+    if checkpointing:
+        net.module.gradient_checkpointing_enable()
+    before, layers = biases(net.module), autoep_layers(net.module)
+    loads, loss = [torch.zeros(8) for _ in layers], 0.0
+    for i in range(2):
+        ids, kept = batch(i, size=4 + i), 2 + i + 3 * dist.get_rank()
+        mask = torch.zeros_like(ids)
+        mask[:, slice(kept) if side == "right" else slice(-kept, None)] = 1
+        hooks = [layer.router.register_forward_hook(partial(add_load, load_E, mask.flatten() == 1))
+                 for layer, load_E in zip(layers, loads, strict=True)]
+        loss = loss + net(ids, mask, labels=ids.where(mask == 1, -100)).loss
+        for hook in hooks:
+            hook.remove()
+    net.backward(loss)
+    net.step()
+    for load_E in loads:
+        dist.all_reduce(load_E)
+    return [(torch.sign(now - old), torch.sign(load_E.mean() - load_E))
+            for now, old, load_E in zip(biases(net.module), before, loads, strict=True)]
+
+
+@pytest.mark.parametrize("side, checkpointing", [("right", False), ("left", True)])
+def test_padding_does_not_count(ranks2, side, checkpointing):
+    for signs in ranks2.run(signs_with_padding, side, checkpointing):
+        for found, wanted in signs:
+            assert torch.equal(found, wanted) and wanted.any()
+
+
+def counted_with_a_mask_of_another_form() -> tuple:
+    """A mask of who attends to whom, and one that does not fit. What is counted of 32 tokens with 2 choices."""
+    net = engine(SECTION, 1)
+    mask = PaddingMask(net.module, autoep_layers(net.module))
+    expert_TK, counts_E = torch.zeros(32, 2, dtype=torch.int64), torch.full((8, ), 8)
+    found = []
+    for given in (torch.zeros(2, 1, 16, 16), None, torch.zeros(2, 8), torch.zeros(2, 16)):
+        mask._take(0, net.module, (given, ), {})
+        found.append(mask.counts(expert_TK, counts_E).sum().item())
+    return found
+
+
+def test_masks_of_other_forms_leave_every_token(ranks2):
+    assert ranks2.run(counted_with_a_mask_of_another_form) == [[64, 64, 64, 0]] * 2

@@ -28,7 +28,8 @@ def step(net, loss: torch.Tensor) -> tuple[float, float, float | None]:
     params = [p for p in net.module.parameters() if p.grad is not None]
     before, gradients = [p.detach().clone() for p in params], norm(params, [p.grad for p in params])
     net.step()
-    return norm(params, [p - old for p, old in zip(params, before, strict=True)]), gradients, net.get_global_grad_norm()
+    moved = norm(params, [p - old for p, old in zip(params, before, strict=True)])
+    return moved, gradients, net.get_global_grad_norm()
 
 
 def autoep_step(**changes) -> tuple:

@@ -31,12 +31,12 @@ from ds_mxfp8_moe.ops.private_names import FEATURES, Row
 def without(feature):
     """A release of DeepSpeed that lacks a name of the feature."""
     names = (*private_names.NAMES, Row(feature, "deepspeed.runtime.engine:DeepSpeedEngine", "gone"))
-    private_names.missing.cache_clear()
+    private_names._absent.cache_clear()
     try:
         with mock.patch.object(private_names, "NAMES", names):
             yield
     finally:
-        private_names.missing.cache_clear()
+        private_names._absent.cache_clear()
 
 
 def classic(changes: list, section: dict):
@@ -104,10 +104,10 @@ def other_source():
         return plain(self, comm_dtype)
 
     with mock.patch.object(DeepSpeedZeroOptimizer, "reduce_ipg_grads", reduce_ipg_grads):
-        private_names.missing.cache_clear()
+        private_names._absent.cache_clear()
         private_names._source.cache_clear()
         yield
-    private_names.missing.cache_clear()
+    private_names._absent.cache_clear()
     private_names._source.cache_clear()
 
 
@@ -125,7 +125,7 @@ def test_gradients_are_deepspeeds_own_where_its_functions_are_not_the_known_ones
 @contextmanager
 def called_0_20():
     with mock.patch.object(deepspeed, "__version__", "0.20.1"):
-        private_names.missing.cache_clear()
+        private_names._absent.cache_clear()
         yield
 
 

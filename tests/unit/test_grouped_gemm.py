@@ -138,22 +138,22 @@ def test_what_would_be_emulated_is_multiplied_in_float32_and_rounded_once(monkey
     a, b, g = operands(dtype)
     expected = [out.to(dtype) for out in (grouped_mm(a.float(), b.float(), ENDS),
                                           grouped_mm_wgrad(g.float(), a.float(), ENDS))]
-    multiplied, plain = [], torch._grouped_mm
+    multiplied, plain = [], torch.nn.functional.grouped_mm
 
     def spy(a, b, offs):
         multiplied.append((a.dtype, b.dtype))
         return plain(a, b, offs=offs)
 
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
-    monkeypatch.setattr(torch, "_grouped_mm", spy)
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", spy)
     for out, want in zip((grouped_mm(a, b, ENDS), grouped_mm_wgrad(g, a, ENDS)), expected, strict=True):
         assert out.dtype == dtype and torch.equal(out, want)
     assert multiplied == [(torch.float32, torch.float32)] * 2
 
 
 def test_any_strides():
-    """Steps that torch._grouped_mm refuses are copied away: every second column, odd row steps, expanded rows. Columns
-    it multiplies as they lie, on some CPUs in another order of sums."""
+    """Steps that torch refuses are copied away: every second column, odd row steps, expanded rows. Columns it
+    multiplies as they lie, on some CPUs in another order of sums."""
     a, b, g = operands(torch.bfloat16)
 
     def spread(x):

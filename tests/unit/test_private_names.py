@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of other libraries' private names, walked in the installed releases; and what the next ones may change."""
 
+import importlib
 import importlib.metadata
 import inspect
 import os
@@ -22,6 +23,7 @@ from ds_mxfp8_moe.ops.private_names import FEATURES, NAMES, SINCE, Row, absent
 @pytest.mark.parametrize("row", NAMES, ids=lambda row: f"{row.feature}: {row.place}")
 def test_the_installed_releases_have_every_name(row):
     assert row.each() and row.feature in FEATURES
+    importlib.import_module(row.place.partition(":")[0])
     assert absent(row) is None
 
 
@@ -97,13 +99,26 @@ def test_a_missing_module_of_an_installed_library_is_found():
     assert absent(Row("steps", "deepspeed.no_such_module:Engine", "step")) == "has no deepspeed.no_such_module"
 
 
+def test_other_libraries_are_not_imported_to_look_at_them(monkeypatch):
+    """One that the program does not use may be broken."""
+    module = "transformers.models.gpt_oss.modeling_gpt_oss"
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    importlib.import_module("transformers.models.gpt_oss")
+    row = Row("steps", f"{module}:GptOssExperts", "no_such_name")
+    assert absent(row) is None and module not in sys.modules
+    importlib.import_module(module)
+    assert absent(row) == "has no GptOssExperts.no_such_name"
+    gone = "transformers.models.gpt_oss.no_such_module"
+    assert absent(Row("steps", gone, "no_such_name")) == f"has no {gone}"
+
+
 def test_the_line_names_what_is_lost_and_the_release(monkeypatch):
     monkeypatch.setattr(private_names, "NAMES", (Row("metrics", "deepspeed.runtime.engine", "gone"), ))
-    private_names.missing.cache_clear()
+    private_names._absent.cache_clear()
     try:
         line = private_names.line_about("metrics")
     finally:
-        private_names.missing.cache_clear()
+        private_names._absent.cache_clear()
     version = importlib.metadata.version("deepspeed")
     assert line == (f'mxfp8_moe: WARNING: "metrics" has no effect: deepspeed {version} has '
                     "no deepspeed.runtime.engine.gone (the package was made for deepspeed "
