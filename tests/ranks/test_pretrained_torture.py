@@ -3,9 +3,12 @@
 the other one: transformers loads the earlier model or the new one, and the next save leaves nothing else behind."""
 
 import itertools
+import os
 import random
 import shutil
+import signal
 import zlib
+from unittest.mock import patch
 
 import deepspeed.comm as dist
 import pytest
@@ -15,7 +18,9 @@ from test_pretrained import loaded
 from torture import Fault, disturbed, run_ranks
 
 import ds_mxfp8_moe
+from ds_mxfp8_moe.checkpoint.gathering import Gather
 from ds_mxfp8_moe.checkpoint.staging import staged
+from ds_mxfp8_moe.checkpoint.writing import Shards
 
 SIZES = {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}
 WAYS = list(itertools.product(("model", "fp8"), repeat=2))  # of the earlier model and of the new one
@@ -37,12 +42,14 @@ def save(engine, folder, value, weights):
 
 
 def saves(directory, cases):
-    """Saves twice into a folder for each case (its name, the two formats, what disturbs the second save)."""
+    """Saves a model over an earlier one for each case (its folder, the two formats, what disturbs the save)."""
     config = ds_config({"enabled": True}, 1, 2, bf16={"enabled": True})
     engine = ds_mxfp8_moe.initialize(model=model("qwen3_moe", **SIZES), config=config)[0]
-    found = []
+    found, there = [], {path.name for path in directory.iterdir()}
+    dist.barrier()
     for name, (earlier, new), fault in cases:
-        save(engine, directory / name, 1, earlier)
+        if name not in there:
+            save(engine, directory / name, 1, earlier)
         dist.barrier()
         with disturbed(directory / name, fault) as count:
             try:
@@ -51,6 +58,33 @@ def saves(directory, cases):
             except (Exception, KeyboardInterrupt) as error:
                 found.append((count.operations, f"{type(error).__name__}: {error}"))
     return found
+
+
+def exports(directory):
+    """Rank 1 dies while rank 0 writes what all ranks export."""
+    config = ds_config({"enabled": True}, 1, 2, bf16={"enabled": True})
+    engine = ds_mxfp8_moe.initialize(model=model("qwen3_moe", **SIZES), config=config)[0]
+    save(engine, directory, 1, "fp8")
+    dist.barrier()
+    fill(engine, 2)
+    pairs = ds_mxfp8_moe.export_weights(engine, bucket_bytes=1, rank_0_only=True)
+    if dist.get_rank() == 1:
+        plain, calls = Gather.parts, iter(range(100))
+        with patch.object(Gather, "parts", lambda *args: plain(*args) if next(calls) < 3 else
+                          os.kill(os.getpid(), signal.SIGKILL)):
+            list(pairs)
+    with staged(directory) as folder:
+        files = Shards(folder, 10_000)
+        for name, tensor in pairs:
+            files.add(name, tensor)
+        files.finish()
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_during_an_export(tmp_path):
+    alive, dead = run_ranks(exports, tmp_path)
+    assert dead.exitcode == -signal.SIGKILL and "PeerFailure" in alive.error
+    assert loaded(tmp_path, torch.bfloat16) and not list(tmp_path.glob(".*"))
 
 
 def names_in(folder) -> set[str]:
@@ -71,6 +105,7 @@ def test_faults_at_random_moments(tmp_path):
     for i, kind in enumerate(FATAL * 2 + OTHERS * 3):
         fault = Fault(kind, 0, draw.randint(1, first.value[i % len(WAYS)][0]), draw.randint(0, 100_000))
         cases.append((f"{i} {kind}", WAYS[i % len(WAYS)], fault))
+        shutil.copytree(tmp_path / folders[1, WAYS[i % len(WAYS)][0]], tmp_path / f"{i} {kind}")
     for case in cases[:len(FATAL) * 2]:
         run_ranks(saves, tmp_path, [case])
     for outcome in run_ranks(saves, tmp_path, cases[len(FATAL) * 2:]):
