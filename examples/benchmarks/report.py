@@ -12,6 +12,7 @@ import importlib
 import math
 import re
 import sys
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -81,11 +82,15 @@ def page(module, found: Found) -> str:
     return compact("\n\n".join(parts)) + "\n"
 
 
+def of_four_ranks(found: Found) -> dict:
+    return next(result for path, result in found if "_4ranks" in path.stem)
+
+
 def gains(whole_models: Found, gpt_moes: Found) -> dict[str, list[front_page.Gain]]:
     """What the README's picture shows, by the titles of its parts."""
     full, adapted = front_page.whole_models(of_one_rank(whole_models)[1])
-    exchanged = front_page.with_exchange(next(result for path, result in gpt_moes if "_4ranks" in path.stem))
-    parts = zip((full, exchanged, adapted), ("Full finetuning", "GPT-MoEs", "LoRA"), front_page.HOW, strict=True)
+    exchanged = front_page.with_exchange(of_four_ranks(gpt_moes))
+    parts = zip((full, exchanged, adapted), ("Full fine-tuning", "GPT-MoEs", "LoRA"), front_page.HOW, strict=True)
     return {f"{what} over {front_page.OVER[found[0].over]}: {how}": found for found, what, how in parts}
 
 
@@ -97,7 +102,8 @@ def front_page_text(pages: dict, quality: str) -> str:
     text = replaced(README.read_text(), "lead", lead)
     machines = {result["machine"] for module in (whole_model, train) for _, result in pages[module]}
     table = compact(front_page.models_table(machines, whole, loaded))
-    text = replaced(text, "measured", f"{table}\n\n{quality}")
+    told = textwrap.fill(f"{quality} {front_page.skew(of_four_ranks(pages[train]))}", 119, break_on_hyphens=False)
+    text = replaced(text, "measured", f"{table}\n\n{told}")
     return replaced(text, "own", front_page.own_rates(whole_model.SHOWN.prepared(of_one_rank(pages[whole_model])[1])))
 
 

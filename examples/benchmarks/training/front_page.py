@@ -121,26 +121,24 @@ def _spread(gains: Iterable[Gain], which: str) -> str:
 def lead(full: list[Gain], exchanged: list[Gain], adapted: list[Gain], from_files: Iterable[dict]) -> str:
     """The README's bullets, and what MXFP8 adds. `from_files`: rows of from_files.py."""
     first, lora, model = full[0], adapted[0], CASES["short"][0]["model"]
-    large = [f"{row['case']['model']} ({row['parameters'] / 1e9:.0f}B) peaks at {row['peak_gib']:.0f} GiB"
+    large = [f"{row['peak_gib']:.0f} GiB for {row['case']['model']} ({row['parameters'] / 1e9:.0f}B)"
              for row in from_files if row["parameters"] > 1e11]
-    here = "with this package in bf16"
-    split = f"{lora.times(lora.bf16)} {here}, " if lora.bf16 else ""
+    split = f"{lora.times(lora.bf16)} the speed of {OVER[lora.over]} in bf16, " if lora.bf16 else ""
     apart = "" if lora.bf16 else "; this package in bf16 was not measured"
     added = sorted(one.mxfp8 / one.bf16 - 1 for one in (*full, *exchanged, *adapted) if one.bf16 and one.mxfp8)
-    few = sum(1 for one in exchanged if not one.mxfp8)
+    bf16_alone = [one.what.split(" shapes")[0] for one in exchanged if not one.mxfp8]
     bullets = [
-        f"**Full fine-tuning of {model}**, one H200 as one rank of 8, without the all-to-all: "
-        f"{first.times(first.bf16)} the tokens per second of {OVER[first.over]} {here}, "
-        f"**{first.times(first.mxfp8)} with MXFP8 experts**, in {first.memory:.0%} of its memory.",
-        f"**Expert parallelism on 4 x H200, all-to-all included**: {_spread(exchanged, 'bf16')} the speed of "
-        f"{OVER[exchanged[0].over]} {here}, **{_spread(exchanged, 'mxfp8')} with MXFP8 experts**. Synthetic GPT-MoEs "
-        f"with the layer shapes of three models, {few} of which stays in bf16 by default.",
-        f"**LoRA of {model}**, the whole model on one H200, no all-to-all: {split}**{lora.times(lora.mxfp8)} the "
-        f"speed of {OVER[lora.over]} with MXFP8 experts**, in {lora.memory:.0%} of its memory{apart}. LoRA of "
-        f"{' and '.join(large)}."]
+        f"**Full fine-tuning of {model}**, one H200 acting as 1 of 8 ranks, no all-to-all: {first.times(first.bf16)} "
+        f"the tokens per second of {OVER[first.over]} in bf16, **{first.times(first.mxfp8)} with MXFP8 experts**, "
+        f"using {first.memory:.0%} of its memory.",
+        f"**Expert parallelism on 4 x H200, with the all-to-all**: {_spread(exchanged, 'bf16')} the speed of "
+        f"{OVER[exchanged[0].over]} in bf16, **{_spread(exchanged, 'mxfp8')} with MXFP8 experts**. Synthetic GPT-MoEs "
+        f"with three models' layer shapes; {' and '.join(bf16_alone)}'s stays in bf16 by default.",
+        f"**LoRA of {model}**, the whole model on one H200, no all-to-all: {split}**{lora.times(lora.mxfp8)} with "
+        f"MXFP8 experts**, using {lora.memory:.0%} of its memory{apart}. LoRA peaks at {' and '.join(large)}."]
     lines = [textwrap.fill(bullet, 119, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
              for bullet in bullets]
-    both = f"Where both were measured, MXFP8 is {added[0]:.0%} to {added[-1]:.0%} faster than this package in bf16."
+    both = f"Where both were measured, MXFP8 adds {added[0]:.0%} to {added[-1]:.0%} to this package's speed in bf16."
     return "\n".join([*lines, "", both])
 
 
@@ -216,7 +214,7 @@ def _where(case: dict) -> str:
     one_of = f" as one of {case['one_rank_of']}" if case["ranks"] == 1 < case["one_rank_of"] else ""
     layers, experts = MODELS[case["model"]]["num_hidden_layers"], experts_of(case["model"])[1]
     held = experts // case["one_rank_of"] * case["ranks"]
-    parts = [f"{case['ranks']} x H200{one_of}",
+    parts = [f"{case['ranks']} x H200{one_of}", "all-to-all" if case["ranks"] > 1 else "",
              "" if case["layers"] == layers else f"{case['layers']} of {layers} layers",
              "" if one_of or held >= experts else f"{held} of {experts} experts",
              f"loaded from {case['files']} files" if "files" in case else ""]
@@ -233,9 +231,21 @@ def quality(study: dict) -> str:
     found = [row for row in study["rows"] if convergence_results.answers(row) and row["contender"] == "default_128"]
     told = ", ".join(f"{row['difference']:+.2%} [{row['low']:+.2%}, {row['high']:+.2%}] at {row['case']['size']}"
                      for row in found)
-    return textwrap.fill(f"[Quality](examples/guides/quality.md): {found[0]['pairs']} paired runs of each size. "
-                         f"Held-out loss differed from bf16 by {told} parameters (95% intervals). Larger models were "
-                         "not compared.", 119)
+    return (f"[Quality](examples/guides/quality.md): {found[0]['pairs']} paired runs of each size. Held-out loss "
+            f"differed from bf16 by {told} parameters (95% intervals).")
+
+
+def skew(result: dict) -> str:
+    """How much longer a step takes where the busiest rank gets 3 times the mean. `result`: of train.py."""
+    times: dict = {}
+    for row in result["rows"]:
+        if "median_ms" in row:
+            others = tuple(value for key, value in row["case"].items() if key != "routing")
+            times.setdefault((row["contender"], others), {})[row["case"]["routing"]] = row["median_ms"]
+    ours, theirs = (sorted(of["fullest rank 3x"] / of["even"] for (name, _), of in times.items()
+                           if name == wanted and "fullest rank 3x" in of) for wanted in (train.HP, train.AUTOEP))
+    return ("Uneven routing, 4 x H200: with 3 times the mean on one rank, a step takes "
+            f"{ours[0]:.2f}x to {ours[-1]:.2f}x as long (AutoEP: {theirs[0]:.2f}x to {theirs[-1]:.2f}x).")
 
 
 def own_rates(result: dict) -> str:
