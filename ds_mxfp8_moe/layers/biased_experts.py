@@ -18,9 +18,9 @@ class ExpertBiases(nn.Module):
         self.gate, self.up, self.down = (nn.Parameter(x.clone()) for x in (gate_EF, up_EF, down_EH))
         self.layer_slice = first, count
 
-    def forward(self) -> dict[str, torch.Tensor]:
-        """Role -> [experts of this rank, ...]."""
-        return {f"{name}_bias": local(p, self.layer_slice) for name, p in self.named_parameters()}
+    def forward(self, end: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        """Role -> [experts of this rank, ...]. `end`: see `called`."""
+        return {f"{name}_bias": local(p, self.layer_slice, end) for name, p in self.named_parameters()}
 
 
 def add_biases(layer: AutoEPMoELayer, source: nn.Module) -> dict[int, list[nn.Parameter]]:

@@ -9,6 +9,8 @@ Gradients of the other ranks' experts are zero on a rank. DeepSpeed sums a param
 divides it by their number, whether it is sharded or not, so both kinds get the same gradient.
 """
 
+from typing import Any
+
 import torch
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.ep_experts import GroupedExperts, apply_expert_activation
@@ -33,7 +35,7 @@ class ExtendedGroupedExperts(GroupedExperts):
 
     def _of_layer(self, name: str) -> dict:
         module = getattr(self.held[0], name, None)
-        return {} if module is None else module()
+        return {} if module is None else called(module)
 
     def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
         """As GroupedExperts: rows [P, H] sorted by expert, and how many each expert gets.
@@ -90,10 +92,34 @@ def mark_replicated(module: nn.Module) -> None:
         parameter.ds_zero_placement_family = "replicated"
 
 
-def local(tensor_E: torch.Tensor, layer_slice: tuple[int, int]) -> torch.Tensor:
+def called(module: nn.Module) -> Any:
+    """module(end), where the call returns parts of the module's own parameters by `local`.
+
+    ZeRO-3 gathers the parameters for the module's backward. It releases them when an input of the module gets its
+    gradient: without an input, the parameters of all layers would stay gathered until the whole backward has ended.
+    """
+    of_zero3 = [p for p in module.parameters(recurse=False) if p.requires_grad and hasattr(p, "ds_id")]
+    return module(torch.empty((), device=of_zero3[0].device, requires_grad=True)) if of_zero3 else module()
+
+
+def local(tensor_E: torch.Tensor, layer_slice: tuple[int, int], end: torch.Tensor | None = None) -> torch.Tensor:
     """The part [E, ...] of this rank's experts; `layer_slice` is the first of them, and how many they are.
 
-    With ZeRO-3 it is a copy, since DeepSpeed releases parameters after the call of their module.
+    With ZeRO-3 it is a copy, since DeepSpeed releases parameters after the call of their module. `end`: see `called`.
     """
     part = tensor_E.narrow(0, *layer_slice)
-    return part.clone() if hasattr(tensor_E, "ds_id") else part
+    if not hasattr(tensor_E, "ds_id"):
+        return part
+    return part.clone() if end is None else _CopyWithEnd.apply(part, end)
+
+
+class _CopyWithEnd(torch.autograd.Function):
+    """A copy of a tensor. A second tensor gets a gradient, too, which means nothing."""
+
+    @staticmethod
+    def forward(ctx, tensor, end):
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, grad.new_empty(())

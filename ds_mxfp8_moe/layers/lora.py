@@ -27,7 +27,7 @@ from torch import nn
 
 from ..compute.formula import LowRank, gate_then_up
 from ..config import ConfigError
-from .extended_experts import extend, local, mark_replicated
+from .extended_experts import called, extend, local, mark_replicated
 from .patches import patched
 from .presets import CORRECTION_BIAS, gate_and_up_in_turn, router_names
 
@@ -59,8 +59,8 @@ def has_adapters(model: nn.Module | None) -> bool:
 class _Factor(nn.Linear):
     """One of PEFT's factors. A call returns the weight, since ZeRO-3 gathers parameters around calls."""
 
-    def forward(self) -> torch.Tensor:
-        return local(self.weight, (0, len(self.weight)))
+    def forward(self, end: torch.Tensor | None = None) -> torch.Tensor:
+        return local(self.weight, (0, len(self.weight)), end)
 
 
 class _ElsewhereExperts(nn.Module):
@@ -118,7 +118,7 @@ class ExpertAdapters(nn.Module):
             for factor in (*one.lora_A.values(), *one.lora_B.values()):
                 factor.__class__ = _Factor
 
-    def forward(self, factor_of: Callable = lambda factor: factor()) -> dict[str, LowRank]:
+    def forward(self, factor_of: Callable = called) -> dict[str, LowRank]:
         """Name of a GEMM -> the active adapters of this rank's experts, joined along the rank.
 
         `factor_of`: gets a module that holds a factor, and returns the factor.

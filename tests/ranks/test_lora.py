@@ -210,6 +210,26 @@ def test_routers_and_shared_experts_train_and_are_saved_like_plain_pefts(ranks2,
             assert torch.allclose(tensor, exported[name], atol=1e-5), name
 
 
+def gathered_in_backward(family):
+    """How many parameters of the last layer ZeRO-3 has gathered when the backward of the first layer ends."""
+    net = adapted() if family == "qwen3_moe" else model(family)
+    engine = build(net, BF16, 3, zero_optimization={"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0,
+                                                    "stage3_prefetch_bucket_size": 0})
+    layers, found = autoep_layers(net), []
+
+    def count(grad):
+        found.append(sum(p.shape == p.ds_shape for p in layers[-1].parameters()))
+
+    layers[0].register_forward_pre_hook(lambda module, args: args[0].register_hook(count) and None)
+    train_engine(engine, [0])
+    return found
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_layers_adapters_and_biases_are_gathered_for_its_own_backward_alone(ranks2, family):
+    assert ranks2.run(gathered_in_backward, family) == [[0]] * 2
+
+
 # ---------------------------------------------------------------- saving and loading
 
 

@@ -11,6 +11,7 @@ import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
+from autoep_models import ds_config, model
 from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
 from models import (
     BF16,
@@ -259,3 +260,42 @@ def test_bytes_kept_for_backward(ranks2, kind):
     for sizes in ranks2.run(keep, kind):
         assert sizes["mxfp8"] < 0.6 * sizes["bf16"]
         assert sizes["mxfp8"] < sizes["mxfp8-bf16-preactivation"] < 0.9 * sizes["bf16"]
+
+
+# ---- packed sequences without padding, of other lengths on each rank and in each step
+
+PACKED = (((5, 9, 23), (3, 8)), ((11, ), (7, 1, 30)), ((2, 2, 2, 40), (1, 6)))
+
+
+def packed(step, rank):
+    lengths = PACKED[step][rank]
+    ids = torch.randint(3, 128, (1, sum(lengths)), generator=torch.Generator().manual_seed(10 * step + rank))
+    # Without a cache of keys and values, transformers separates the sequences where positions begin anew.
+    return {"input_ids": ids, "labels": ids, "use_cache": False,
+            "position_ids": torch.cat([torch.arange(length) for length in lengths])[None]}
+
+
+def packed_losses(stage):
+    """Of one process and of an engine that recomputes."""
+    plain, net, losses, ours = model("mixtral"), model("mixtral"), [], []
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    net.gradient_checkpointing_enable({"use_reentrant": False})
+    config = ds_config(BF16, stage, 2, optimizer={"type": "SGD", "params": {"lr": 0.1}}, gradient_clipping=0.0)
+    engine = ds_mxfp8_moe.initialize(model=net, config=config)[0]
+    for step in range(len(PACKED)):
+        of_ranks = [plain(**packed(step, rank)).loss for rank in range(2)]
+        (sum(of_ranks) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(of_ranks[dist.get_rank()].item())
+        loss = engine(**packed(step, dist.get_rank())).loss
+        engine.backward(loss)
+        engine.step()
+        ours.append(loss.item())
+    return losses, ours
+
+
+@pytest.mark.parametrize("stage", slow_except([2, 3], 3))
+def test_packed_sequences_train_like_one_process(ranks2, stage):
+    for plain, ours in ranks2.run(packed_losses, stage):
+        assert ours == pytest.approx(plain, rel=1e-5)
