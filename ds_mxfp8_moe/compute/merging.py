@@ -67,8 +67,9 @@ def seeds_of(names: Sequence[str], step: int, device: torch.device) -> torch.Ten
 def product(low: LowRank) -> torch.Tensor:
     """The update of an adapter, [E, N, K] float32. The same bits on every device."""
     a_ERK, b_ENR = low.a_ERK.float(), low.b_ENR.float()
-    update = b_ENR[:, :, :1] * a_ERK[:, :1]
-    for r in range(1, a_ERK.shape[1]):
+    # The sum begins with 0, so that none is -0, as in the kernels.
+    update = torch.zeros(len(a_ERK), b_ENR.shape[1], a_ERK.shape[2], device=a_ERK.device)
+    for r in range(a_ERK.shape[1]):
         update += b_ENR[:, :, r:r + 1] * a_ERK[:, r:r + 1]
     return update
 
