@@ -48,6 +48,7 @@ class NvccBuilder(CUDAOpBuilder):
     NAME: str
     FOLDER: str
     HEADERS: tuple = ()  # other folders whose headers the sources include
+    CUDART = "shared"  # the runtime that torch uses, so that both use the same device
 
     def __init__(self, source_folder: Path | None = None, capabilities: tuple | None = None):
         super().__init__(self.NAME)
@@ -188,8 +189,7 @@ class NvccBuilder(CUDAOpBuilder):
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 list(pool.map(lambda item: _run("-c", item[0], "-o", item[1], *self._flags(item[0])), objects.items()))
             half_done = Path(folder, library.name)
-            # Links to the shared CUDA runtime, which torch uses too, so that both use the same device.
-            _run("-shared", "--cudart=shared", *objects.values(), *self.link_args(), "-o", str(half_done))
+            _run("-shared", f"--cudart={self.CUDART}", *objects.values(), *self.link_args(), "-o", str(half_done))
             checksum = Path(folder, "checksum")
             checksum.write_text(_checksum(half_done))
             for made, place in ((half_done, library), (checksum, _checksum_file(library))):

@@ -36,6 +36,7 @@ class EmulatorBuilder(nvlink.NVLinkBuilder):
     """nvcc adds CUDA's headers and calls the host's compiler on what it takes for plain C++."""
 
     NAME = "ds_mxfp8_moe_nvlink_emulator"
+    CUDART = "none"
 
     def __init__(self, source_folder: Path, headers: tuple = ()):
         super().__init__(source_folder, capabilities=((9, 0), ))
@@ -46,15 +47,6 @@ class EmulatorBuilder(nvlink.NVLinkBuilder):
         optimized = "-O0" if source.endswith("bindings.cpp") else "-O1"  # pybind11's templates compile for minutes
         return [*CPP, optimized, f"-DTORCH_EXTENSION_NAME={self.NAME}",
                 *(f"-I{path}" for path in self.include_paths())]
-
-    def _build(self, library: Path) -> None:
-        objects = {source: str(library.with_name(Path(source).name + ".o")) for source in self.sources()}
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(lambda item: builder._run("-c", item[0], "-o", item[1], *self._flags(item[0])),
-                          objects.items()))
-        half_done = str(library.with_name("linked"))
-        builder._run("-shared", "--cudart=none", *objects.values(), "-o", half_done)
-        os.replace(half_done, library)
 
 
 def obstacle() -> str | None:
