@@ -19,13 +19,16 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
 from ..compute.crossover import min_tokens_per_expert
 from ..compute.formula import DTYPES, SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT, ExpertFormula, ExpertWeights, NotRecognised
-from ..config import ConfigError, MXFP8MoEConfig, current_device, resolve
+from ..config import ConfigError, MXFP8MoEConfig, Recipe, current_device, resolve
+from ..ffn.expert_ffn import unquantized
 from ..layers.autoep import CONVERTED_EXPERTS, MXFP8AutoEPMoELayer
 from ..layers.classic import LayerSettings, MoE, MXFP8MOELayer
+from ..layers.experts import ExpertBlock, MXFP8Experts
 from ..layers.extended_experts import ExtendedGroupedExperts
 from ..layers.frozen_experts import frozen_layers, frozen_of, hold_quantized, wants_mxfp8
 from ..layers.lora import adapted_parts
 from ..layers.recognise import ExpertsAtConversion, foreign_code, recognise
+from ..layers.stacked import shape_of
 from ..ops.private_names import missing
 
 AUTOEP_ACTIVATIONS = {"swiglu": "silu", "geglu_tanh": "gelu_tanh", "swiglu_oai": "swiglu_oai"}
@@ -94,6 +97,9 @@ def convert_layers(model: torch.nn.Module, config: MXFP8MoEConfig, broken: str =
     shared = shared_parameters(model)
     layers = []
     for name, module in list(model.named_modules()):
+        if isinstance(module, ExpertBlock):
+            layers.append(_convert_experts(name, module.experts, config, recipe, broken))
+            continue
         if not isinstance(module, (deepspeed_layer.MoE, AutoEPMoELayer)):
             continue
         _restore_layer(module)
@@ -134,6 +140,59 @@ def convert_layers(model: torch.nn.Module, config: MXFP8MoEConfig, broken: str =
         detail = f"{_placement(module)}, {_describe(settings)}{held}{_trained(module)}{instead}"
         layers.append(LayerReport(label, kind, True, detail))
     return ConversionReport.of(layers, config)
+
+
+def _convert_experts(name: str, experts: MXFP8Experts, config: MXFP8MoEConfig, recipe: Recipe,
+                     broken: str) -> LayerReport:
+    """Gives the experts of one block their settings. Those that may not run MXFP8 run in the model's dtype."""
+    for ours in [key for key in vars(experts) if key.startswith("mxfp8_")]:
+        delattr(experts, ours)
+    formula, frozen = stacked_formula(experts), frozen_of(experts) is not None
+    reason = broken
+    if not config.enabled or not config.selects(name):
+        reason = LEFT_OUT if config.enabled else SWITCHED_OFF
+    elif formula.hidden_size % 32 or formula.ffn_size % 32:
+        reason = f"hidden size {formula.hidden_size} and FFN size {formula.ffn_size} are not both multiples of 32"
+    if reason and frozen:
+        raise ConfigError(f"{name} {_MXFP8_ALONE}: {reason}")
+    if reason:
+        recipe = unquantized(recipe)
+    # Experts that are held in MXFP8 alone compute in it, however few tokens there are.
+    fewest_tokens = 0 if frozen else min_tokens_per_expert(
+        config.min_tokens_per_expert, formula, recipe, experts.num_local_experts, torch.device(current_device()[0]))
+    experts.mxfp8_settings = settings = LayerSettings(name=name, formula=formula, recipe=recipe, config=config,
+                                                      min_tokens_per_expert=fewest_tokens)
+    if reason:
+        return LayerReport(name, "AutoEP", False, f"{reason}; its experts run in the model's dtype")
+    held = ", frozen experts in MXFP8" if frozen else ""
+    detail = f"{_placement(experts)}, {_describe(settings)}{held}{_trained(experts)}"
+    return LayerReport(name, "AutoEP", True, detail)
+
+
+def stacked_formula(experts: MXFP8Experts) -> ExpertFormula:
+    """The formula of a block's experts. Its activation is None where none of our kernels computes their function."""
+    frozen, up = frozen_of(experts), experts.layout.up
+    if frozen is not None:
+        _, hidden_size, ffn_size = frozen.down_data.shape
+    else:
+        _, hidden_size, ffn_size = shape_of(experts.w2)
+    biases = {"gate_bias": f"{up}_bias", "up_bias": f"{up}_bias", "down_bias": "down_proj_bias"}
+    return ExpertFormula("gated" if experts.has_gate else "mlp", _activation(experts), hidden_size, ffn_size,
+                         gate="w1", up="w3", down="w2", **(biases if experts.has_bias else {}))
+
+
+def _activation(experts):
+    from ..compute.formula import ACTIVATIONS, GATED_ONLY, up_value
+    x = torch.randn(64, 64) * 4
+    for name, act in ACTIVATIONS.items():
+        if experts.has_gate:
+            g, u = x.chunk(2, dim=-1)
+            pre = x if experts.is_concatenated else torch.stack([g, u], -1).flatten(1)
+            if torch.allclose(experts._apply_gate(pre), act(g) * up_value(u, name), atol=1e-4):
+                return name
+        elif name not in GATED_ONLY and torch.allclose(experts.act_fn(x), act(x), atol=1e-4):
+            return name
+    return None
 
 
 _MXFP8_ALONE = ("holds its frozen experts in MXFP8 alone, which nothing but an MXFP8 recipe computes. Make the engine "

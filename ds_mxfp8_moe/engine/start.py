@@ -32,6 +32,7 @@ from .attach import attach
 from .expert_groups import any_groups_allowed
 from .freezing import frozen_experts_held
 from .hooks import remember_engine
+from .spreading import experts_spread
 
 # Whether `initialize` or `enable` reads the config of the engine that is being made.
 _READ = ContextVar("read", default=False)
@@ -92,7 +93,7 @@ def _preparing(config: MXFP8MoEConfig, model: torch.nn.Module | None) -> Iterato
                 _refuse_empty(model)
                 contexts |= {"FP8 experts": quantised_experts(model), "recorders": named_recorders(),
                              "added presets": added_preset(model), "LoRA on experts": adapted_layers(model),
-                             "own optimizer": any_groups_allowed(),
+                             "own optimizer": any_groups_allowed(), "stacked experts": experts_spread(config),
                              "frozen_experts": frozen_experts_held(config, model)}
             elif holds_experts(model):
                 raise ConfigError('the model\'s experts are held in MXFP8 alone: write "mxfp8_moe": {"enabled": true}')

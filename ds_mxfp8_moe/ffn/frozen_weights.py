@@ -24,8 +24,8 @@ class FrozenWeights(nn.Module):
     The bytes are uint8 buffers, which follow the module to another device, keep their values when the model's dtype
     changes, and are in no state dict:
 
-        up_data    [E, 2F, H]    e4m3. Rows [0, F) are gate, rows [F, 2F) are up
-        up_scale   [E, ceil(2F / 128), ceil(H / 128)]    E8M0
+        up_data    [E, G, H]    e4m3. With a gate, G is 2F: rows [0, F) are gate, rows [F, 2F) are up. Else G is F
+        up_scale   [E, ceil(G / 128), ceil(H / 128)]    E8M0
         down_data  [E, H, F]
         down_scale [E, ceil(H / 128), ceil(F / 128)]
 
@@ -34,11 +34,12 @@ class FrozenWeights(nn.Module):
     """
 
     def __init__(self, num_experts: int, hidden_size: int, ffn_size: int, dtype: torch.dtype,
-                 device: torch.device | str):
+                 device: torch.device | str, has_gate: bool = True):
         """Allocates the bytes, without values. Whoever makes this writes them: by `put`, or into the buffers."""
         super().__init__()
         self.dtype = dtype
-        for name, rows, columns in (("up", 2 * ffn_size, hidden_size), ("down", hidden_size, ffn_size)):
+        up_rows = 2 * ffn_size if has_gate else ffn_size
+        for name, rows, columns in (("up", up_rows, hidden_size), ("down", hidden_size, ffn_size)):
             tiles = -(-rows // TILE), -(-columns // TILE)
             for kind, shape in (("data", (rows, columns)), ("scale", tiles)):
                 buffer = torch.empty(num_experts, *shape, dtype=torch.uint8, device=device)
@@ -50,7 +51,8 @@ class FrozenWeights(nn.Module):
             scaling_mode: str) -> None:
         """Quantises the weights of one expert, as `casts.quantize_weights` does with blocks of 128.
 
-        `expert`: counted from this rank's first. Of the weights, no copy stays.
+        `expert`: counted from this rank's first. Of the weights, no copy stays. Without a gate, the halves of up come
+        as `gate_FH` and `up_FH`.
         """
         device = self.up_data.device
         for name, parts in (("up", (gate_FH, up_FH)), ("down", (down_HF, ))):
@@ -78,11 +80,12 @@ class FrozenWeights(nn.Module):
         return super()._apply(*args, **kwargs)
 
     def dequantized(self) -> Iterator[torch.Tensor]:
-        """The experts' gate [E, F, H], down [E, H, F] and up [E, F, H] in `dtype`, one after the other."""
-        ffn_size, up, down = self.down_data.shape[2], *self.operands().values()
-        yield casts.dequantize(up, self.dtype)[:, :ffn_size].contiguous()
+        """The experts' gate [E, F, H], down [E, H, F] and up [E, F, H] in `dtype`, one after the other. Without a
+        gate, the halves of up in the place of gate and up."""
+        half, up, down = self.up_data.shape[1] // 2, *self.operands().values()
+        yield casts.dequantize(up, self.dtype)[:, :half].contiguous()
         yield casts.dequantize(down, self.dtype)
-        yield casts.dequantize(up, self.dtype)[:, ffn_size:].contiguous()
+        yield casts.dequantize(up, self.dtype)[:, half:].contiguous()
 
     def checksums(self) -> list[int]:
         """For each expert a number that depends on all of its bytes and their places. The same on every device."""

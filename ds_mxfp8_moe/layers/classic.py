@@ -72,15 +72,16 @@ class LayerSettings:
             return "bf16 for batches of any size"
         return f"bf16 below {self.min_tokens_per_expert:.0f} tokens per expert"
 
-    def ffn(self, layer: Any, x_TH: torch.Tensor, routes: Routes, chosen_E: torch.Tensor,
+    def ffn(self, layer: Any, x_TH: torch.Tensor, routes: Routes, chosen_E: torch.Tensor | None = None,
             timed: Callable | None = None) -> ExpertFFN:
         """The function from tokens to tokens for one forward of the layer that has these settings.
 
-        `chosen_E`: choices of each expert, also those that the layer's capacity dropped. `timed`: see ExpertFFN.
+        `chosen_E`: choices of each expert, also those that the layer's capacity dropped. None: the layer has none.
+        `timed`: see ExpertFFN.
         """
         transport = self.choose_transport(layer.ep_group if layer.ep_size > 1 else None)
         if layer.mxfp8_samples == [] and layer.training:
-            transport = watch(layer, x_TH, routes, transport, chosen_E)
+            transport = watch(layer, x_TH, routes, transport, routes.counts_E() if chosen_E is None else chosen_E)
         optimizer = layer.mxfp8_sums and layer.mxfp8_sums()
         return ExpertFFN(self.formula.halved(), self.recipe, transport, layer.num_local_experts,
                          self.min_tokens_per_expert, self.name, timed, layer.mxfp8_kept if layer.training else None,

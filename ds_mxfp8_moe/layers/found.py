@@ -7,11 +7,13 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from .autoep import MXFP8AutoEPMoELayer
 from .classic import MXFP8MOELayer
+from .experts import MXFP8Experts
 
 
-def converted_layers(model: torch.nn.Module) -> list[MXFP8MOELayer | MXFP8AutoEPMoELayer]:
+def converted_layers(model: torch.nn.Module) -> list[MXFP8MOELayer | MXFP8AutoEPMoELayer | MXFP8Experts]:
     """The model's layers on the MXFP8 path."""
-    return [module for module in model.modules() if isinstance(module, (MXFP8MOELayer, MXFP8AutoEPMoELayer))]
+    return [module for module in model.modules() if isinstance(module, (MXFP8MOELayer, MXFP8AutoEPMoELayer)) or (
+                isinstance(module, MXFP8Experts) and "mxfp8_settings" in vars(module))]
 
 
 def trains_experts(engine: DeepSpeedEngine) -> bool:

@@ -234,7 +234,7 @@ def _added(model_type: str, config: Any) -> Iterator[None]:
 
 def announcement(model: nn.Module) -> str | None:
     """Which preset of this file the layers of a model were made by. None: by none."""
-    families = {layer.model_family for layer in model.modules() if isinstance(layer, AutoEPMoELayer)}
+    families = {getattr(layer, "model_family", None) for layer in model.modules() if isinstance(layer, AutoEPMoELayer)}
     model_type = model_type_of(model)
     if model_type not in PRESETS or model_type not in families:
         return None

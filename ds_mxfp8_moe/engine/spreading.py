@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Spreads a model's stacked experts over expert-parallel ranks while DeepSpeed makes its engine.
+
+DeepSpeed makes the process groups, asks its class AutoEP which MoE blocks there are, and lets it replace them. Inside
+`experts_spread`, `_Spreading` stands for that class. It replaces a block's experts and leaves the block.
+
+A block's experts are trained, in the model's dtype, or frozen and held in MXFP8 alone (the key "frozen_experts"). The
+weights of frozen experts go to the device one expert after the other and are quantised there, and the block's own are
+freed before the next block. So the start takes no memory of the host beside the user's model. On the device it takes
+the memory of the experts in MXFP8, which stay, and of two copies of one expert in the model's dtype. If ZeRO-3 has
+partitioned the parameters, a layer is gathered at once.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import deepspeed
+import deepspeed.comm as dist
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.module_inject import auto_ep
+from deepspeed.module_inject.auto_ep_layer import ReplacementSourceMap
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import groups
+from torch import nn
+
+from ..compute.formula import DTYPES
+from ..config import MXFP8MoEConfig
+from ..ffn.frozen_weights import FrozenWeights
+from ..layers.experts import expert_blocks, spread
+from ..layers.frozen_experts import WEIGHTS, free, wants_mxfp8
+from ..layers.held_experts import HeldExperts
+from ..layers.patches import lent, patched
+from ..layers.presets import PRESETS, model_type_of
+from ..layers.say import print_on_rank_0
+from ..layers.stacked import Layout, is_stacked, shape_of
+from ..transport.deadline import failure_in_world
+from .convert import shared_parameters
+
+
+@dataclass(frozen=True)
+class Found:
+    """A MoE block in which AutoEP may replace the experts. DeepSpeed's checks read some of these attributes.
+
+    Attributes:
+        moe_module_name: the block's name in the model.
+        experts: the module of stacked experts, without PEFT's wrappers.
+        wrapper: the outermost of PEFT's wrappers around it. None: there is none.
+    """
+
+    moe_module_name: str
+    num_experts: int
+    experts: nn.Module
+    wrapper: nn.Module | None = None
+    score_apply: str = "post"
+    num_expert_groups: int | None = None
+    num_limited_groups: int | None = None
+
+
+@contextmanager
+def experts_spread(config: MXFP8MoEConfig) -> Iterator[None]:
+    """Inside the context, engines with the section "expert_parallel" spread stacked experts as MXFP8Experts.
+
+    Raises:
+        RuntimeError: inside the context, on every rank, if one of them cannot hold the experts of a layer.
+    """
+
+    def configure(plain: Callable, engine: DeepSpeedEngine, model: nn.Module, *args, **kwargs) -> Any:
+        if engine.autotp_size() > 1 or not any(map(is_stacked, model.modules())) or _known_before(model):
+            return plain(engine, model, *args, **kwargs)
+        if engine.local_rank >= 0:  # as DeepSpeed does later in the start
+            get_accelerator().set_device(engine.local_rank)
+        spreading = _Spreading(engine, config)
+        with lent(auto_ep, "AutoEP", spreading.of):
+            sources = plain(engine, model, *args, **kwargs)
+        spreading.end()
+        return sources
+
+    with patched(DeepSpeedEngine, "_configure_expert_parallel", configure):
+        yield
+
+
+def _known_before(model: nn.Module) -> bool:
+    import os
+
+    from deepspeed.module_inject.auto_ep_presets import registry
+    if os.environ.get("SPREAD_ALL"):
+        return False
+    model_type = model_type_of(model)
+    return model_type in PRESETS or registry.preset_name_for_hf_model_type(model_type) is not None
+
+
+class _Spreading:
+    """What stands for DeepSpeed's AutoEP while one engine starts."""
+
+    def __init__(self, engine: DeepSpeedEngine, config: MXFP8MoEConfig):
+        self.engine, self.config = engine, config
+        self.device = torch.device(get_accelerator().current_device_name())
+        self.frozen: list[nn.Module] = []  # experts with FrozenWeights
+        self.failure: str | None = None
+
+    def of(self, model: nn.Module, config: Any) -> "_Spreading":
+        """As the constructor of AutoEP."""
+        self.model, self.shared = model, shared_parameters(model)
+        self.prefix = ""
+        self.holds_mxfp8 = wants_mxfp8(self.config, model)
+        return self
+
+    def ep_parser(self) -> list[Found]:
+        """The blocks whose experts can be spread. A line says why others stay as they are."""
+        found, left = [], []
+        for name, block in self.model.named_modules():
+            experts = block._modules.get("experts")
+            if experts is not None and is_stacked(experts):
+                one = Found(name, experts.num_experts, experts)
+                reason = self._obstacle(one)
+                left.append(f"{name}: {reason}") if reason else found.append(one)
+        if left:
+            print_on_rank_0(f"mxfp8_moe: WARNING: experts of {len(left)} MoE blocks stay whole on every rank, as "
+                            f"transformers computes them: {left[0]}")
+        return found
+
+    def _obstacle(self, one: Found) -> str | None:
+        weights = [getattr(one.experts, name) for name in Layout.of(one.experts).names]
+        if shared := [self.shared[p] for p in weights if p in self.shared]:
+            return f"{shared[0]} is shared with another module"
+        if not {p.dtype for p in weights} <= {*DTYPES}:
+            return f"they are {weights[0].dtype}"
+        if odd := [size for p in weights for size in shape_of(p)[1:] if size % 16]:
+            return f"the size {odd[0]} is no multiple of 16"
+        return None
+
+    def replace_moe_layers(self, specs: list[Found], ep_size: int, ep_rank: int, collect_sources: bool = False,
+                           on_moe_layer_replaced: Callable | None = None) -> ReplacementSourceMap:
+        """As AutoEP's method: spreads the experts of the blocks, and returns what became of their parameters."""
+        sources = ReplacementSourceMap()
+        for found in specs:
+            block, experts = self.model.get_submodule(found.moe_module_name), found.experts
+            layout = Layout.of(experts)
+            whole = [getattr(experts, name) for name in layout.names]
+            frozen = self._frozen(found, layout, whole, ep_size, ep_rank)
+            weights = {} if frozen else _share(layout, whole, found.num_experts // ep_size, ep_rank)
+            spread(block, experts, weights, ep_size, ep_rank)
+            if frozen:
+                experts.frozen = frozen
+                self.frozen.append(experts)
+                for parameter in whole:
+                    if not hasattr(parameter, "ds_id"):  # ZeRO-3 frees its partitions by itself
+                        free(parameter)
+            if collect_sources:
+                sources.discarded |= set(map(id, whole))
+                sources.sources |= {id(p): [whole[name == "w2"]] for name, p in weights.items()}
+            if on_moe_layer_replaced is not None:
+                on_moe_layer_replaced(SimpleNamespace(experts=nn.ParameterDict(weights)))
+        return sources
+
+    def _frozen(self, found: Found, layout: Layout, whole: list[nn.Parameter], ep_size: int,
+                ep_rank: int) -> FrozenWeights | None:
+        """The weights of experts that are to be held in MXFP8 alone. None: this block's are not."""
+        held, name = isinstance(found.experts, HeldExperts), f"{self.prefix}{found.moe_module_name}"
+        if not held and (not self.holds_mxfp8 or not self.config.selects(name) or any(p.requires_grad for p in whole)):
+            return None
+        dtype, device = self._dtype(whole[0]), whole[0].device if self.engine.dont_change_device else self.device
+        count = found.num_experts // ep_size
+        H, F = shape_of(whole[1])[1:] if not layout.is_transposed else shape_of(whole[1])[:0:-1]
+        frozen, done = FrozenWeights(count, H, F, dtype, "meta", layout.has_gate), 0
+        try:
+            if self.failure is None and held:
+                return found.experts.take(f"{name}.experts", ep_rank * count, count, dtype, device)
+            if self.failure is None:
+                frozen = FrozenWeights(count, H, F, dtype, device, layout.has_gate)
+            for w1, w2, w3 in _one_by_one(layout, whole, count, ep_rank, device):  # collective in ZeRO-3
+                if self.failure is None:
+                    frozen.put(done, w1, w2, w3, self.config.scaling_mode)
+                done += 1
+        except Exception as error:  # of any kind: the other ranks go on
+            at = "" if held else f", with {done} of {count} experts done"
+            self.failure = f"{name}.experts{at}: {type(error).__name__}: {error}"
+        return frozen
+
+    def _dtype(self, weight: torch.Tensor) -> torch.dtype:
+        """The dtype to which DeepSpeed casts a weight."""
+        if self.engine.fp16_enabled():
+            return torch.float16
+        return torch.bfloat16 if self.engine.bfloat16_enabled() else weight.dtype
+
+    def end(self) -> None:
+        """Raises RuntimeError on every rank, if one of them failed. Makes copies of experts on several ranks equal, as
+        DeepSpeed does with parameters."""
+        failure = failure_in_world(self.failure, "the start (every rank quantises its experts)")
+        if failure:
+            raise RuntimeError(f"frozen experts could not be held in MXFP8: {failure}")
+        for _, block in expert_blocks(self.model) if self.frozen else ():
+            group = groups._get_expert_data_parallel_group(block.ep_group_name)
+            if block.experts in self.frozen and dist.get_world_size(group=group) > 1:
+                for buffer in block.experts.frozen.buffers():
+                    dist.broadcast(buffer, groups._get_expert_broadcast_src_rank(block.ep_group_name), group=group)
+
+
+def _one_by_one(layout: Layout, whole: list[nn.Parameter], count: int, rank: int,
+                device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yields w1, w2 and w3 of each of one rank's experts.
+
+    Without ZeRO-3, one expert at a time is copied to `device`. With ZeRO-3, all are gathered first.
+    """
+    partitioned = [p for p in whole if hasattr(p, "ds_id")]
+    with deepspeed.zero.GatheredParameters(partitioned), torch.no_grad():
+        for i in range(rank * count, (rank + 1) * count):
+            parts = (p[i:i + 1] if partitioned else p[i:i + 1].to(device) for p in whole)
+            yield tuple(part[0] for part in layout.split(*parts))
+
+
+def _share(layout: Layout, whole: list[nn.Parameter], count: int, rank: int) -> dict[str, nn.Parameter]:
+    """w1, w2 and w3 of one rank's experts, copied out of the whole weights."""
+    with deepspeed.zero.GatheredParameters([p for p in whole if hasattr(p, "ds_id")]), torch.no_grad():
+        parts = layout.split(*(p.narrow(0, rank * count, count) for p in whole))
+        trained = whole[0].requires_grad, whole[1].requires_grad, whole[0].requires_grad
+        return {name: nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad)
+                for name, part, requires_grad in zip(WEIGHTS, parts, trained, strict=True)}

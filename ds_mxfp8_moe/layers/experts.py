@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stacked experts of transformers, spread over the ranks of an expert-parallel group.
+
+A module of stacked experts (stacked.py) stays where it is in its MoE block, under its name and with all that it has
+beside its two weights: biases, activation, constants, norms, hooks. `spread` gives it this rank's share of the weights
+and another class, a subclass of its own and of MXFP8Experts, whose forward exchanges tokens and multiplies MXFP8.
+
+The rest of the block is transformers' own. DeepSpeed looks for its class AutoEPMoELayer, so the block's class becomes
+a subclass of that, too. Nothing of AutoEPMoELayer runs: DeepSpeed reads the attributes that `spread` sets.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+from weakref import ReferenceType
+
+import torch
+from deepspeed.checkpoint import autoep_affine, constants
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.utils import groups
+from torch import nn
+
+from ..compute.formula import LowRank
+from ..compute.routing import Routes
+from ..ffn.frozen_weights import REFUSED
+from ..ffn.kept_weights import KeptWeights
+from ..transport.deadline import tell_peers_on_error
+from .classic import LayerSettings
+from .frozen_experts import WEIGHTS, dtype_of, frozen_of
+from .stacked import Layout
+
+
+class MXFP8Experts(nn.Module):
+    """Stacked experts of which this rank holds a share, called as transformers' experts are.
+
+    Attributes:
+        ep_size, ep_rank, ep_group: of the expert-parallel group. DeepSpeed makes the group while the engine starts.
+        num_local_experts: this rank's experts. They are the ones from `first_expert` on.
+        layout: of the weights that transformers has in this module.
+    """
+
+    ep_size: int
+    ep_rank: int
+    ep_group: Any
+    num_local_experts: int
+    layout: Layout
+    mxfp8_settings: LayerSettings
+    mxfp8_kept: KeptWeights | None = None
+    mxfp8_sums: ReferenceType | None = None  # to an optimizer of engine/zero.py
+    mxfp8_samples: list | None = None  # engine/metrics.py
+
+    @torch.compiler.disable  # the host decides sizes in it
+    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor,
+                top_k_weights: torch.Tensor) -> torch.Tensor:
+        """[T, H], the sum of weight * expert(token) over a token's choices. Collective over the group.
+
+        Args:
+            hidden_states: [T, H]. T may differ between ranks.
+            top_k_index: integers [T, K], the experts of each token. An id of num_experts or more stands for none.
+            top_k_weights: [T, K], of any dtype.
+        """
+        self._check_input(hidden_states)
+        x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
+        expert_TK = top_k_index.reshape(len(x_TH), -1).long()
+        routes = Routes(expert_TK=expert_TK, weight_TK=top_k_weights.reshape(expert_TK.shape).float(),
+                        num_experts=self.num_experts)
+        ffn = self.mxfp8_settings.ffn(self, x_TH, routes, None)
+        frozen = frozen_of(self)
+        weights = {"gate": self.w1, "up": self.w3, "down": self.w2} if frozen is None else {}
+        y_TH = ffn(x_TH, routes, {**weights, **self.biases()}, None, self.low_rank(), frozen)
+        return y_TH.reshape(hidden_states.shape)
+
+    @tell_peers_on_error
+    def _check_input(self, x: torch.Tensor) -> None:
+        self.mxfp8_settings.check_input(x, dtype_of(self), weights_cast=True)
+
+    @property
+    def experts(self) -> nn.Module:
+        """This module: code that reads `layer.experts` takes layers of other kinds, too."""
+        return self
+
+    @property
+    def first_expert(self) -> int:
+        return self.ep_rank * self.num_local_experts
+
+    def biases(self) -> dict[str, torch.Tensor]:
+        """Role -> [experts of this rank, ...], of whole biases that every rank holds."""
+        if not self.has_bias:
+            return {}
+        # ZeRO-3 releases the whole biases after the call. Views would keep their memory until backward.
+        part = [getattr(self, f"{name}_bias").narrow(0, self.first_expert, self.num_local_experts)
+                for name in self.layout.names]
+        gate, up = self.layout.halves(part[0])
+        return {"gate_bias": gate.contiguous(), "up_bias": up.contiguous(), "down_bias": part[1].clone()}
+
+    def low_rank(self) -> dict[str, LowRank]:
+        """Name of a GEMM ("up" includes the gate) -> the adapter of this rank's experts."""
+        adapters = self._modules.get("adapters")
+        return {} if adapters is None else adapters.of_forward()
+
+    def requires_grad_(self, requires_grad: bool = True) -> nn.Module:
+        """Raises RuntimeError if asked to train weights that are held in MXFP8 alone."""
+        if (frozen := frozen_of(self)) is not None:
+            frozen.requires_grad_(requires_grad)
+        return super().requires_grad_(requires_grad)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in WEIGHTS and frozen_of(self) is not None:
+                raise AttributeError(f"{name} of these experts {REFUSED}") from None
+            raise
+
+
+class ExpertBlock:
+    """The class that a MoE block gets before its own one, for DeepSpeed.
+
+    Attributes:
+        ep_group_name, expert_placement_descriptor, ep_size, ep_rank, num_experts, num_local_experts: as in
+            AutoEPMoELayer. Engine and checkpoints read them.
+    """
+
+    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False,
+                                  folding_group_handles: Any = None) -> None:
+        """Takes the group that the engine has made. The engine calls this."""
+        self.experts.ep_group = groups._get_expert_parallel_group(self.ep_group_name)
+
+
+@cache
+def _experts_class(kind: type) -> type:
+    return type(kind.__name__, (MXFP8Experts, kind), {"__module__": kind.__module__})
+
+
+@cache
+def _block_class(kind: type, num_experts: int, ep_size: int, ep_rank: int) -> type:
+    local = num_experts // ep_size
+    placement = autoep_affine.legacy_uniform_autoep_placement_descriptor(num_experts, local, ep_size)
+    return type(kind.__name__, (ExpertBlock, kind, AutoEPMoELayer), {
+        "__module__": kind.__module__, "ep_size": ep_size, "ep_rank": ep_rank, "num_experts": num_experts,
+        "num_local_experts": local, "ep_group_name": f"ep_size_{ep_size}", "expert_placement_descriptor": placement})
+
+
+def spread(block: nn.Module, experts: nn.Module, weights: dict[str, nn.Parameter], ep_size: int, ep_rank: int,
+           kind: type | None = None) -> None:
+    """Makes `block.experts` this rank's share of the experts, and `block` a layer that DeepSpeed knows.
+
+    Args:
+        experts: the stacked experts. They lose their two weights.
+        weights: w1, w2 and w3 of this rank. Empty if the caller gives the module FrozenWeights.
+        kind: the class whose code `experts` has. None: its own.
+    """
+    layout, num_experts = Layout.of(experts), experts.num_experts
+    for name in layout.names:
+        delattr(experts, name)
+    experts.__class__ = _experts_class(kind or type(experts))
+    experts.layout, experts.ep_size, experts.ep_rank, experts.ep_group = layout, ep_size, ep_rank, None
+    experts.num_local_experts = num_experts // ep_size
+    block.experts = experts
+    block.__class__ = _block_class(type(block), num_experts, ep_size, ep_rank)
+    for name, parameter in weights.items():
+        experts.register_parameter(name, parameter)
+        _mark(parameter, block)
+
+
+def _mark(parameter: nn.Parameter, block: nn.Module) -> None:
+    """Lets DeepSpeed reduce, partition and save the parameter as one of this rank's experts."""
+    parameter.allreduce = False
+    parameter.group_name = parameter.ds_zero_partition_group_name = block.ep_group_name
+    parameter.ds_zero_placement_family = "autoep_expert"
+    placement, shape = block.expert_placement_descriptor, [block.num_experts, *parameter.shape[1:]]
+    affine_map = autoep_affine.autoep_placement_to_affine_map(placement, shape)
+    setattr(parameter, constants.DS_AUTOEP_UC_META, {
+        constants.AUTOEP_EXPERT_PLACEMENT: placement, constants.AFFINE_MAP: affine_map.to_dict(),
+        constants.AUTOEP_PARAM_LOGICAL_SHAPE: shape, constants.AUTOEP_PARAM_EP_RANK: block.ep_rank,
+        constants.AUTOEP_PARAM_LOCAL_EXPERTS: list(autoep_affine.autoep_experts_for_rank(placement, block.ep_rank))})
+
+
+def expert_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the blocks whose experts are MXFP8Experts, with their names in the model."""
+    for name, module in model.named_modules():
+        if isinstance(module, ExpertBlock):
+            yield name, module
