@@ -19,6 +19,7 @@ from deepspeed.module_inject.auto_ep_config import AutoEPConfig
 from packaging.specifiers import SpecifierSet
 
 from ..config import READERS, ConfigError, MXFP8MoEConfig, shown
+from ..layers.experts import MXFP8Experts
 from ..layers.frozen_experts import frozen_of
 from ..layers.presets import model_type_of
 
@@ -27,6 +28,9 @@ from ..layers.presets import model_type_of
 TRANSFORMERS = SpecifierSet(">=5.17,<5.25")
 
 SECTION = "expert_parallel"  # DeepSpeed's own, for AutoEP
+# Its keys by which AutoEP's own layers compute something else than the model.
+ROUTER_KEYS = ("score_func", "score_apply", "route_norm", "route_scale", "routed_scaling_factor", "top_k",
+               "num_expert_groups", "num_limited_groups", "expert_activation")
 MXFP8_KEYS = ("scale_block_size", "scaling_mode", "min_tokens_per_expert", "keep_quantized_weights")
 
 
@@ -54,6 +58,14 @@ def about_expert_parallel(config: dict, ranks: int) -> list[str]:
         lines.append(f'"{SECTION}" has no "autoep_size", so every rank holds all experts and no tokens travel. Write '
                      f'how many ranks share the experts of a layer, for example "autoep_size": {ranks}')
     return lines
+
+
+def about_router_keys(config: dict, layers: Iterable[torch.nn.Module]) -> list[str]:
+    """Keys of DeepSpeed's section for AutoEP that have no effect on experts inside of a model's own blocks."""
+    if not any(isinstance(layer, MXFP8Experts) for layer in layers):
+        return []
+    return [f'"{key}" in "{SECTION}" has no effect: the router is the model\'s own. Change it in the model\'s config'
+            for key in ROUTER_KEYS if key in config.get(SECTION, {})]
 
 
 def about_enabled(config: MXFP8MoEConfig) -> list[str]:

@@ -20,7 +20,7 @@ from ..ops.device import has_kernels
 from ..ops.op_builder import replay
 from ..transport.deadline import answers_of_all
 from ..transport.releases import Code, check_same_code, own_code
-from .advice import about_enabled, about_expert_parallel, about_keys, about_speed
+from .advice import about_enabled, about_expert_parallel, about_keys, about_router_keys, about_speed
 from .convert import ConversionReport, LayerReport, convert_layers
 from .hooks import engine_of, hook_engine, model_of
 from .self_check import check, kinds_of, line_about, worst
@@ -51,6 +51,7 @@ def attach(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> ConversionReport:
                             f"{now / 2**30:.2f} GiB on this rank instead of {before / 2**30:.2f} GiB. Checkpoints "
                             "leave them out")
         _print_advice(about_expert_parallel(engine._config._param_dict, dist.get_world_size()))
+        _print_advice(about_router_keys(engine._config._param_dict, converted_layers(engine.module)))
         _print_advice(about_keys(config, converted_layers(engine.module)))
         on_gpu = has_kernels(torch.device(get_accelerator().current_device_name()))
         if on_gpu and any(layer.kind == "AutoEP" for layer in report.layers):

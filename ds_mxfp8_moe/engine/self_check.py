@@ -43,6 +43,7 @@ from ..ffn.frozen_weights import FrozenWeights
 from ..layers import router
 from ..layers.autoep import MXFP8AutoEPMoELayer
 from ..layers.classic import MXFP8MOELayer
+from ..layers.experts import MXFP8Experts
 from ..layers.frozen_experts import dtype_of, frozen_of
 from ..layers.patches import lent, patched
 from ..transport import Transport
@@ -123,14 +124,17 @@ def kinds_of(layers: Iterable[MXFP8MOELayer | MXFP8AutoEPMoELayer]) -> set[Kind]
     """The kinds of converted layers."""
     found = set()
     for layer in layers:
-        settings, stacked, routed = layer.mxfp8_settings, isinstance(layer, MXFP8AutoEPMoELayer), None
-        if stacked and type(layer.router) is TokenChoiceTopKRouter and layer.router.num_expert_groups is None:
-            biased = layer.expert_bias is not None or layer.router.e_score_correction_bias is not None
-            routed = layer.router.score_func, layer.router.route_norm, biased
+        settings, routed = layer.mxfp8_settings, None
+        stacked = isinstance(layer, MXFP8AutoEPMoELayer | MXFP8Experts)
+        router = getattr(layer, "router", None)
+        if type(router) is TokenChoiceTopKRouter and router.num_expert_groups is None:
+            biased = layer.expert_bias is not None or router.e_score_correction_bias is not None
+            routed = router.score_func, router.route_norm, biased
         dtype = dtype_of(layer.experts) if stacked else next(layer.experts.parameters()).dtype
-        found.add(Kind(small(settings.formula), settings.recipe, dtype, stacked,
-                       rank=8 if hasattr(layer, "expert_adapters") else 0, exchanges=layer.ep_size > 1,
-                       routed=routed, frozen=stacked and frozen_of(layer.experts) is not None))
+        adapted = hasattr(layer, "expert_adapters") or hasattr(layer, "adapters")
+        found.add(Kind(small(settings.formula), settings.recipe, dtype, stacked, rank=8 if adapted else 0,
+                       exchanges=layer.ep_size > 1, routed=routed, frozen=stacked and frozen_of(
+                           layer.experts) is not None))
     return found
 
 

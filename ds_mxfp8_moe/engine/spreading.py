@@ -131,7 +131,14 @@ class _Spreading:
             return f"they are {weights[0].dtype}"
         if odd := [size for p in weights for size in shape_of(p)[1:] if size % 16]:
             return f"the size {odd[0]} is no multiple of 16"
-        return None
+        if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in weights):
+            return "a weight has gradient hooks"
+        # transformers' decorator wraps a forward. An override of it in a subclass, or on the module, is not wrapped.
+        forward = vars(one.experts).get("forward")
+        if forward is None and not isinstance(one.experts, HeldExperts):
+            forward = None if hasattr(type(one.experts).forward, "__wrapped__") else type(one.experts).forward
+        return None if forward is None or _is_faster(forward) else (
+            f"{forward.__module__}.{forward.__qualname__} replaces the forward of {type(one.experts).__name__}")
 
     def replace_moe_layers(self, specs: list[Found], ep_size: int, ep_rank: int, collect_sources: bool = False,
                            on_moe_layer_replaced: Callable | None = None) -> ReplacementSourceMap:
@@ -211,6 +218,11 @@ def _one_by_one(layout: Layout, whole: list[nn.Parameter], count: int, rank: int
         for i in range(rank * count, (rank + 1) * count):
             parts = (p[i:i + 1] if partitioned else p[i:i + 1].to(device) for p in whole)
             yield tuple(part[0] for part in layout.split(*parts))
+
+
+def _is_faster(forward: Callable) -> bool:
+    """Whether this forward of experts computes what transformers' does, by other kernels."""
+    return forward.__module__.startswith("liger_kernel.")
 
 
 def _share(layout: Layout, whole: list[nn.Parameter], count: int, rank: int) -> dict[str, nn.Parameter]:

@@ -117,14 +117,14 @@ class ExpertBlock:
     """The class that a MoE block gets before its own one, for DeepSpeed.
 
     Attributes:
-        ep_group_name, expert_placement_descriptor, ep_size, ep_rank, num_experts, num_local_experts: as in
+        ep_group_name, ep_group, expert_placement_descriptor, ep_size, ep_rank, num_experts, num_local_experts: as in
             AutoEPMoELayer. Engine and checkpoints read them.
     """
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False,
                                   folding_group_handles: Any = None) -> None:
         """Takes the group that the engine has made. The engine calls this."""
-        self.experts.ep_group = groups._get_expert_parallel_group(self.ep_group_name)
+        self.ep_group = self.experts.ep_group = groups._get_expert_parallel_group(self.ep_group_name)
 
 
 @cache
@@ -153,6 +153,7 @@ def spread(block: nn.Module, experts: nn.Module, weights: dict[str, nn.Parameter
     layout, num_experts = Layout.of(experts), experts.num_experts
     for name in layout.names:
         delattr(experts, name)
+    vars(experts).pop("forward", None)  # Liger's
     experts.__class__ = _experts_class(kind or type(experts))
     experts.layout, experts.ep_size, experts.ep_rank, experts.ep_group = layout, ep_size, ep_rank, None
     experts.num_local_experts = num_experts // ep_size

@@ -19,7 +19,7 @@ import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
-from autoep_models import autoep_layers, ds_config, gathered, model
+from autoep_models import converted, ds_config, gathered, model
 from autoep_models import train_engine as train
 from deepspeed import initialize as imported_before
 from deepspeed.accelerator import get_accelerator
@@ -37,7 +37,6 @@ from ds_mxfp8_moe.config import parse
 from ds_mxfp8_moe.engine.attach import hint_at_speed
 from ds_mxfp8_moe.engine.self_check import Verdict
 from ds_mxfp8_moe.engine.start import NO_ENGINE, UNREAD
-from ds_mxfp8_moe.layers.autoep import MXFP8AutoEPMoELayer
 from ds_mxfp8_moe.layers.classic import MXFP8MOELayer
 from ds_mxfp8_moe.transport.deadline import answers_of_all
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
@@ -63,10 +62,6 @@ def initializer(by_enable: bool):
     """`initialize`, or DeepSpeed's own function after `enable`."""
     with enabled() if by_enable else nullcontext():
         yield (deepspeed if by_enable else ds_mxfp8_moe).initialize
-
-
-def converted(engine) -> int:
-    return sum(type(layer) is MXFP8AutoEPMoELayer for layer in autoep_layers(engine.module))
 
 
 def test_the_signature_is_deepspeeds():

@@ -9,6 +9,8 @@ import transformers
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 
 import ds_mxfp8_moe
+from ds_mxfp8_moe.layers.classic import MXFP8MOELayer
+from ds_mxfp8_moe.layers.found import converted_layers
 
 VOCABULARY = 128
 _COMMON = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -54,6 +56,16 @@ def model(family: str = "qwen3_moe", dtype: torch.dtype = torch.float32, seed: i
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.1)
     return net.train()
+
+
+def converted(engine) -> int:
+    """How many of the engine's layers of Hugging Face blocks are on the MXFP8 path."""
+    return sum(not isinstance(layer, MXFP8MOELayer) for layer in converted_layers(engine.module))
+
+
+def own_name(name: str) -> str:
+    """The name that a parameter of AutoEP's layer has in transformers' block."""
+    return name.replace("router.gate.", "gate.")
 
 
 def ds_config(section: dict | None, stage: int = 0, ep_size: int = 2, expert_parallel: dict | None = None,
