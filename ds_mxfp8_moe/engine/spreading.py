@@ -36,7 +36,7 @@ from ..layers.held_experts import HeldExperts
 from ..layers.patches import lent, patched
 from ..layers.presets import PRESETS, model_type_of
 from ..layers.say import print_on_rank_0
-from ..layers.stacked import Layout, is_stacked, shape_of
+from ..layers.stacked import DOWN, Layout, is_stacked, shape_of
 from ..transport.deadline import failure_in_world
 from .convert import shared_parameters
 
@@ -115,7 +115,7 @@ class _Spreading:
         for name, block in self.model.named_modules():
             experts = block._modules.get("experts")
             if experts is not None and is_stacked(experts):
-                one = Found(name, experts.num_experts, experts)
+                one = Found(name, shape_of(getattr(experts, DOWN))[0], experts)
                 reason = self._obstacle(one)
                 left.append(f"{name}: {reason}") if reason else found.append(one)
         if left:
@@ -124,6 +124,9 @@ class _Spreading:
         return found
 
     def _obstacle(self, one: Found) -> str | None:
+        block = vars(self.model.get_submodule(one.moe_module_name))
+        if block.get("num_experts", one.num_experts) != one.num_experts:  # as DeepSpeed reads it of a layer
+            return f"the block's num_experts is {block['num_experts']}, and it has {one.num_experts} experts"
         weights = [getattr(one.experts, name) for name in Layout.of(one.experts).names]
         if shared := [self.shared[p] for p in weights if p in self.shared]:
             return f"{shared[0]} is shared with another module"

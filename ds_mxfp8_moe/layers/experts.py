@@ -27,7 +27,7 @@ from ..ffn.kept_weights import KeptWeights
 from ..transport.deadline import tell_peers_on_error
 from .classic import LayerSettings
 from .frozen_experts import WEIGHTS, dtype_of, frozen_of
-from .stacked import Layout
+from .stacked import DOWN, Layout, shape_of
 
 
 class MXFP8Experts(nn.Module):
@@ -150,7 +150,8 @@ def spread(block: nn.Module, experts: nn.Module, weights: dict[str, nn.Parameter
         weights: w1, w2 and w3 of this rank. Empty if the caller gives the module FrozenWeights.
         kind: the class whose code `experts` has. None: its own.
     """
-    layout, num_experts = Layout.of(experts), experts.num_experts
+    layout = Layout.of(experts)
+    num_experts = shape_of(getattr(experts, DOWN))[0]
     for name in layout.names:
         delattr(experts, name)
     vars(experts).pop("forward", None)  # Liger's
