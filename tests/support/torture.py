@@ -166,6 +166,7 @@ def _rank(rank: int, world_size: int, port: int, path: list, conn: Any, body: Ca
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)  # a regular file, as pytest has it, would be full too
     os.dup2(nothing, 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start jobs in the background without it
     torch.set_num_threads(1)
     import deepspeed
 
