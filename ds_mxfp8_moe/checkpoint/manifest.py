@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, unquote
 
+from .disk import sync, sync_folder, write_whole
+
 MANIFEST = "manifest.json"
 LATEST, NEXT_LATEST = "latest", ".latest.next"
 PART, REPLACED = ".saving", ".replaced"
@@ -62,20 +64,6 @@ def checksum(path: Path) -> int:
     with open(path, "rb") as file, ThreadPoolExecutor(THREADS) as threads:
         starts = range(0, os.path.getsize(path), PIECE_BYTES)
         return zlib.crc32(b"".join(threads.map(of_piece, starts)))
-
-
-def sync(path: Path) -> None:
-    """Waits until a file or a folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sync_folder(path: Path) -> None:
-    with suppress(OSError):  # some network file systems cannot
-        sync(path)
 
 
 def describe(folder: Path, names: list[str]) -> dict[str, dict[str, int]]:
@@ -122,7 +110,7 @@ def find_damage(folder: Path, files: dict[str, dict[str, int]]) -> str | None:
 
 def write_manifest(folder: Path, manifest: dict) -> None:
     """Makes a checkpoint whole, whose files are on the disk. Atomic."""
-    _replace(folder / MANIFEST, json.dumps(manifest, indent=1))
+    write_whole(folder / MANIFEST, json.dumps(manifest, indent=1))
 
 
 def read_manifest(folder: Path) -> dict | None:
@@ -152,7 +140,7 @@ def put_in_place(place: Place) -> None:
     """
     if (manifest := read_manifest(place.part)) is not None:
         if manifest["save_latest"]:
-            _write(place.save_dir / NEXT_LATEST, place.tag)
+            write_whole(place.save_dir / NEXT_LATEST, place.tag)
         with suppress(FileNotFoundError):
             for script in place.part.glob(SCRIPTS):
                 os.replace(script, place.save_dir / script.name)
@@ -161,7 +149,7 @@ def put_in_place(place: Place) -> None:
                 shutil.rmtree(place.replaced, ignore_errors=True)
                 os.rename(place.final, place.replaced)
             os.rename(place.part, place.final)
-        _sync_folder(place.final.parent)
+        sync_folder(place.final.parent)
     _finish(place)
 
 
@@ -212,20 +200,6 @@ def _move_latest(path: Path) -> None:
     """`latest` gets its next content, if there is such a checkpoint."""
     if (path.parent / path.read_text()).is_dir():
         os.replace(path, path.parent / LATEST)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     else:
         path.unlink()
-
-
-def _write(path: Path, text: str) -> None:
-    with open(path, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _replace(path: Path, text: str) -> None:
-    part = path.with_name(f".{path.name}{PART}")
-    _write(part, text)
-    os.replace(part, path)
-    _sync_folder(path.parent)

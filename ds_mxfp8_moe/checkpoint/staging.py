@@ -32,6 +32,8 @@ from pathlib import Path
 
 import deepspeed.comm as dist
 
+from .disk import sync, sync_folder, write_whole
+
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 README = "README.md"  # which PEFT completes
 PLACING = "placing.safetensors.index.json"
@@ -70,7 +72,10 @@ def staged(directory: str | os.PathLike, flushed: Callable[[], None] = lambda: N
             if (directory / name).is_file():
                 shutil.copy(directory / name, stage / name)
         yield stage
-        _flush(stage, flushed)
+        for path in filter(Path.is_file, stage.rglob("*")):
+            sync(path)
+            flushed()
+        sync_folder(stage)
         with _locked(directory):
             _place(directory, stage)
     except BaseException as error:
@@ -93,51 +98,60 @@ def _place(directory: Path, stage: Path) -> None:
         index = _index_of(stage / WEIGHTS)
     text = json.dumps(index, indent=2, sort_keys=True) + "\n"
     if index["weight_map"]:
-        _write(stage / INDEX, text)
-    _write(stage / PLACING, text)
+        write_whole(stage / INDEX, text)
+    write_whole(stage / PLACING, text)
     for file, name in shards.items():
         (stage / file).rename(directory / name)
-    _flush_folder(directory)
+    sync_folder(directory)
     if index["weight_map"] and (stage / CONFIG).exists():
         config = json.loads((stage / CONFIG).read_text())
         config["transformers_weights"] = f"{stage.name}/{PLACING}"
         pointing = stage / "config.placing.json"
-        _write(pointing, json.dumps(config, indent=2, sort_keys=True) + "\n")
+        write_whole(pointing, json.dumps(config, indent=2, sort_keys=True) + "\n")
         pointing.replace(directory / CONFIG)
-        _flush_folder(directory)
+        sync_folder(directory)
     _finish(directory, stage)
 
 
 def _finish(directory: Path, stage: Path) -> None:
     """The steps after the switch. Each may have been made before: the process may have died among them."""
-    names = set(_weight_map(stage / PLACING).values())
-    single = names == {f"{stage.name}/{WEIGHTS}"}
-    kept = {stage / name for name in (PLACING, INDEX, WEIGHTS, CONFIG)}
-    rest = [path for path in stage.rglob("*") if path.is_file() and path not in kept]
-    for path in sorted(rest, key=lambda path: path.name != ADAPTERS_CONFIG):
+    _place_others(directory, stage)
+    new = set(_weight_map(stage / PLACING).values())
+    single = new == {f"{stage.name}/{WEIGHTS}"}
+    moved = single and not (stage / WEIGHTS).exists()
+    _move(stage / INDEX, directory / INDEX)
+    if new and not moved:  # from_pretrained would prefer the earlier single file to the index
+        (directory / WEIGHTS).unlink(missing_ok=True)
+    _move(stage / CONFIG, directory / CONFIG)
+    if single:
+        _move(stage / WEIGHTS, directory / WEIGHTS)
+        (directory / INDEX).unlink(missing_ok=True)
+    if new:
+        for path in directory.iterdir():
+            if SHARD.fullmatch(path.name) and path.name not in new:
+                path.unlink()
+    sync_folder(directory)
+    (stage / PLACING).unlink()
+    shutil.rmtree(stage)
+
+
+def _place_others(directory: Path, stage: Path) -> None:
+    """Moves all files but the weights, their index and the model's config. The config of adapters is moved first."""
+    staying = {stage / name for name in (PLACING, INDEX, WEIGHTS, CONFIG)}
+    others = [path for path in stage.rglob("*") if path.is_file() and path not in staying]
+    for path in sorted(others, key=lambda path: path.name != ADAPTERS_CONFIG):
         target = directory / path.relative_to(stage)
         target.parent.mkdir(parents=True, exist_ok=True)
         if path.name == ADAPTERS_CONFIG and not _same_bytes(path, target):
-            for earlier in target.parent.glob(f"{ADAPTERS}.*"):  # no config beside the weights of another
+            for earlier in target.parent.glob(f"{ADAPTERS}.*"):  # the new config does not fit them
                 earlier.unlink()
         path.replace(target)
-    if (stage / INDEX).exists():
-        (stage / INDEX).replace(directory / INDEX)
-    if names and (not single or (stage / WEIGHTS).exists()):
-        (directory / WEIGHTS).unlink(missing_ok=True)
-    if (stage / CONFIG).exists():
-        (stage / CONFIG).replace(directory / CONFIG)
-    if single:
-        if (stage / WEIGHTS).exists():
-            (stage / WEIGHTS).rename(directory / WEIGHTS)
-        (directory / INDEX).unlink(missing_ok=True)
-    if names:
-        for path in directory.iterdir():
-            if SHARD.fullmatch(path.name) and path.name not in names:
-                path.unlink()
-    _flush_folder(directory)
-    (stage / PLACING).unlink()
-    shutil.rmtree(stage)
+
+
+def _move(source: Path, target: Path) -> None:
+    """Moves a file, unless there is none: it was moved before, or the save has none."""
+    if source.exists():
+        source.replace(target)
 
 
 def _settle(directory: Path, stage: Path) -> None:
@@ -183,34 +197,6 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 def _same_bytes(one: Path, other: Path) -> bool:
     return one.exists() and other.exists() and one.read_bytes() == other.read_bytes()
-
-
-def _write(path: Path, text: str) -> None:
-    """The file is whole or missing."""
-    part = path.with_name(f"{path.name}.part")
-    with open(part, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
-
-
-def _flush(folder: Path, flushed: Callable[[], None]) -> None:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-            flushed()
-    _flush_folder(folder)
-
-
-def _flush_folder(folder: Path) -> None:
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # not every file system takes it
-            os.fsync(opened)
-    finally:
-        os.close(opened)
 
 
 @contextmanager
