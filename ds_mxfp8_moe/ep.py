@@ -149,7 +149,7 @@ def _exchange(x: torch.Tensor, output_splits: tuple, input_splits: tuple, group:
 
     `cast`: the block size and scaling mode in which rows are quantised. Data and scales then travel as one uint8
     message, since gloo has no float8, and one collective is faster than two. None sends rows as they are. `cast_back`:
-    that of the exchange in the other direction, which the ranks compare.
+    the same for the exchange of gradients in the opposite direction. The ranks compare both.
     """
     formats = f"{_format(cast)}, and {_format(cast_back)} on the way back"
     _check_same_exchange(x, output_splits, input_splits, group, phase, formats)

@@ -195,11 +195,11 @@ def _agree_across_ranks(config: MXFP8MoEConfig, report: ConversionReport,
         first.append(next(iter(by_rank.values())))
         # Reasons for layers that are not converted may differ, as they may name one rank's experts.
         if len({layer.detail if layer.converted else "not converted" for layer in by_rank.values()}) > 1:
-            told = "; ".join(f"rank {rank}: {'' if layer.converted else 'not converted: '}{layer.detail}"
-                             for rank, layer in by_rank.items())
-            raise ConfigError(f"{name} is treated differently on different ranks, which would hang: {told}. Look for "
-                              "sizes, hooks, adapters or devices that only some ranks have, or leave the layer out "
-                              "with 'exclude'. If the GPUs differ, set \"min_tokens_per_expert\"")
+            details = "; ".join(f"rank {rank}: {'' if layer.converted else 'not converted: '}{layer.detail}"
+                                for rank, layer in by_rank.items())
+            raise ConfigError(f"{name} is treated differently on different ranks, which would hang: {details}. Look "
+                              "for sizes, hooks, adapters or devices that only some ranks have, or leave the layer "
+                              "out with 'exclude'. If the GPUs differ, set \"min_tokens_per_expert\"")
     return ConversionReport.of(first, config)
 
 

@@ -40,19 +40,19 @@ def form_of(args: tuple, kwargs: dict) -> tuple[Form | None, list[Tensor]]:
     gradient that it is given, and a graph writes into that memory again."""
     tensors: list[Tensor] = []
 
-    def told(value: Any) -> Any:
+    def form_of_value(value: Any) -> Any:
         if isinstance(value, Tensor) and not (value.requires_grad and value.is_leaf):
             tensors.append(value)
             return TensorForm(value.shape, value.dtype, value.requires_grad)
         if isinstance(value, tuple):
-            return tuple(map(told, value))
+            return tuple(map(form_of_value, value))
         if isinstance(value, CONSTANTS):
             return value
         raise TypeError(value)
 
     try:
         named = chain(((None, value) for value in args), kwargs.items())
-        return tuple((name, told(value)) for name, value in named), tensors
+        return tuple((name, form_of_value(value)) for name, value in named), tensors
     except TypeError:
         return None, []
 

@@ -25,7 +25,7 @@ class FirstNotFinite:
 
     def __init__(self, engine: DeepSpeedEngine):
         self.engine = engine
-        self._skipped, self._told = engine.skipped_steps, False
+        self._skipped, self._warned = engine.skipped_steps, False
         self._hooks: list[Any] = []
         # Of each output, in the order in which modules end: the module, its name, and whether the output is finite.
         self._outputs: list[tuple[torch.nn.Module, str, torch.Tensor]] = []
@@ -35,9 +35,9 @@ class FirstNotFinite:
         if self._hooks:
             for hook in self._hooks:
                 hook.remove()
-            self._tell()
+            self._warn()
             self._hooks, self._outputs = [], []
-        elif self.engine.skipped_steps > self._skipped and not self._told:
+        elif self.engine.skipped_steps > self._skipped and not self._warned:
             converted = {module for module in self.engine.module.modules() if "mxfp8_settings" in vars(module)}
             parts = {part for layer in converted for part in layer.modules()} - converted  # they refuse hooks
             self._hooks = [module.register_forward_hook(functools.partial(self._check, name))
@@ -49,7 +49,7 @@ class FirstNotFinite:
         self._outputs += [(module, name, value.detach().isfinite().all()) for value in tree_leaves(output)
                           if isinstance(value, torch.Tensor) and value.is_floating_point()]
 
-    def _tell(self) -> None:
+    def _warn(self) -> None:
         """Collective over all ranks, which skip the same steps. The host waits for the device."""
         found = []
         first = next((i for i, (*_, finite) in enumerate(self._outputs) if not finite), None)
@@ -62,7 +62,7 @@ class FirstNotFinite:
             found = [(first, not weights, dist.get_rank(), name or "the model itself", weights)]
         if dist.get_world_size() > 1:
             found = sum(answers_of_all(dist.get_world_group(), found, "the search for the first NaN"), [])
-        self._told = bool(found)
+        self._warned = bool(found)
         if found:
             _, _, rank, name, weights = min(found)
             cause = f"there is one in {weights[0]}" if weights else "its weights are finite"

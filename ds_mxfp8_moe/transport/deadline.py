@@ -81,7 +81,7 @@ def ranks_of(group: Any) -> list:
 def set_deadline(group: Any, device: torch.device) -> float:
     """Gives `group` the timeout of the default group if that is shorter. Returns it in seconds.
 
-    torch gives new groups its own default, not what deepspeed.init_distributed was told.
+    torch gives new groups its own default, not the timeout of deepspeed.init_distributed.
     """
     own, default = (g._get_backend(device) for g in (group, torch.distributed.group.WORLD))
     if not {own.name(), default.name()} <= {"gloo", "nccl"}:
@@ -186,11 +186,11 @@ def tell_peers_on_error(function: Callable) -> Callable:
 def tell_peers(error: Exception) -> None:
     """Writes an error of this rank where peers that wait for it can quote it.
 
-    Two errors are not told: a PeerFailure, which the peers have themselves, and the exception by which activation
+    Two errors are left out: a PeerFailure, which the peers have themselves, and the exception by which activation
     checkpointing ends a recomputation early.
     """
-    untold = PeerFailure, getattr(torch.utils.checkpoint, "_StopRecomputationError", PeerFailure)
-    if not isinstance(error, untold) and dist.is_initialized() and dist.get_world_size() > 1:
+    left_out = PeerFailure, getattr(torch.utils.checkpoint, "_StopRecomputationError", PeerFailure)
+    if not isinstance(error, left_out) and dist.is_initialized() and dist.get_world_size() > 1:
         note = f"{time.time()} {type(error).__name__}: {error}"
         _ask(lambda store: store.set(_raised_key(dist.get_rank()), note))
 
@@ -276,9 +276,7 @@ def peer_failure(group: Any, where: str, start: float, seconds: float, node_of: 
     finished = _ask(lambda store: _notes(store, group, me, ranks, notes))
     waits, raised = dict(notes.waits), dict(notes.raised)  # of a thread that may still run
     if not finished and len(waits) + len(raised) < 2:
-        return PeerFailure(f"rank {me} lost its connection to the store in {where}, after {waited}. Rank 0 or its "
-                           "launcher keeps the store, so rank 0 has died, or waited for another rank and gave up "
-                           "earlier. Its log says which")
+        return PeerFailure(lost_store(f"{where}, after {waited}"))
     missing = tuple(rank for rank in ranks if rank not in waits)
     peers = f"ranks {list(missing)}"
     if len(missing) < 2:
@@ -302,13 +300,19 @@ def peer_failure(group: Any, where: str, start: float, seconds: float, node_of: 
     return PeerFailure("\n".join(lines + last), missing, at_deadline)
 
 
+def lost_store(where: str) -> str:
+    """The error of this rank if the store is gone. `where`: the call, or the exchange and the layer."""
+    return (f"rank {torch.distributed.get_rank()} lost its connection to the store in {where}. Rank 0 or its launcher "
+            "keeps the store, so rank 0 has died, or waited for another rank and gave up earlier. Its log says which")
+
+
 def _call_of(note: str) -> str:
     """Where a rank waited, without its hop and for how long."""
     return note.rsplit(", for ", 1)[0].removesuffix(" until the deadline").split(", hop ")[0]
 
 
 def absence(rank: int) -> str:
-    """Why a rank may not have come, with the error that it told its peers."""
+    """Why a rank may not have come, with the error that it wrote into the store."""
     return _ask(lambda store: _raised_by(store, rank)) or SILENT
 
 
@@ -350,7 +354,7 @@ def _notes(store: Any, group: Any, me: int, ranks: list, notes: Notes) -> bool:
 
 
 def _raised_by(store: Any, rank: int) -> str | None:
-    """The last error that a rank told its peers."""
+    """The last error that a rank wrote into the store."""
     if not store.check([_raised_key(rank)]):
         return None
     when, text = store.get(_raised_key(rank)).decode().split(" ", 1)

@@ -114,13 +114,13 @@ class Hierarchical(Transport):
         where = f"{self._where(phase)}, hop {hop}"
         return wire.exchange(x, by.send_splits, by.recv_splits, where, by.most, compared, row_S)
 
-    def _tell(self, told_W: torch.Tensor) -> torch.Tensor:
-        """Sends row w of `told_W` to rank w, by both hops. Returns a row from each rank."""
+    def _exchange_counts(self, sent_W: torch.Tensor) -> torch.Tensor:
+        """Sends row w of `sent_W` to rank w, by both hops. Returns a row from each rank."""
         N, G, hops = self.hops.num_nodes, self.hops.node_size, self.hops
         to_nodes, to_ranks = (Crossing(None, (1, ) * ranks, (1, ) * ranks, 1) for ranks in (N, G))
-        landed_NG = self._cross(hops.between, told_W.reshape(N, -1), to_nodes, "counts", False).view(N, G, -1)
-        told_G = landed_NG.transpose(0, 1).reshape(G, -1)
-        arrived_GN = self._cross(hops.inside, told_G, to_ranks, "counts", False).view(G, N, -1)
+        landed_NG = self._cross(hops.between, sent_W.reshape(N, -1), to_nodes, "counts", False).view(N, G, -1)
+        landed_G = landed_NG.transpose(0, 1).reshape(G, -1)
+        arrived_GN = self._cross(hops.inside, landed_G, to_ranks, "counts", False).view(G, N, -1)
         return arrived_GN.transpose(0, 1).reshape(N * G, -1)
 
     def plan(self, expert_TK: torch.Tensor, num_local_experts: int, meanwhile: Callable[[], None] | None = None,
@@ -131,13 +131,13 @@ class Hierarchical(Transport):
         wanted_TN = wanted_by(expert_TK, G * E, N)
         crossing_N, needed_W = wanted_TN.sum(0), wanted_by(expert_TK, E, W).sum(0)
 
-        # What this rank tells each rank: choices of each of its experts. And what it tells all: tokens of this rank,
+        # Each rank gets the choices of each of its experts, and all get the same numbers: tokens of this rank,
         # signature, rows for each node, and rows for each rank.
-        told = torch.cat([needed_W.new_full((1, ), T),
-                          needed_W.new_full((1, ), zlib.crc32((self.name + call).encode())), crossing_N, needed_W])
-        told_W = torch.cat([count(expert_TK, W * E).view(W, E), told.expand(W, -1)], dim=1)
-        heard_W = self._tell(told_W)
-        of_expert_WE, tokens_W, signature_W, crossing_WN, needed_WW = heard_W.split([E, 1, 1, N, W], dim=1)
+        for_all = torch.cat([needed_W.new_full((1, ), T),
+                             needed_W.new_full((1, ), zlib.crc32((self.name + call).encode())), crossing_N, needed_W])
+        sent_W = torch.cat([count(expert_TK, W * E).view(W, E), for_all.expand(W, -1)], dim=1)
+        received_W = self._exchange_counts(sent_W)
+        of_expert_WE, tokens_W, signature_W, crossing_WN, needed_WW = received_W.split([E, 1, 1, N, W], dim=1)
         # Rows that land at rank g of a node, out of node m, and are needed by rank d of the node.
         landing_MGND = needed_WW.reshape(N, G, N, G)
         inside_GND = landing_MGND.sum(0)

@@ -144,11 +144,11 @@ class PeerMemory:
             self.epoch = int(self.state[0]) & 0xFFFFFFFF
         self._closed(where)
         half_bytes = -(-half_bytes // (1 << 20)) * (1 << 20)
-        told = dict(zip(ranks_of(self.group),
-                        answers_of_all(self.group, (half_bytes, where, f"ds_mxfp8_moe/{secrets.token_hex(8)}"),
-                                       f"growth of the staging for {where}"), strict=True))
-        if len({(size, what) for size, what, _ in told.values()}) > 1:
-            each = ", ".join(f"rank {rank} {size} bytes for {what}" for rank, (size, what, _) in told.items())
+        needs = dict(zip(ranks_of(self.group),
+                         answers_of_all(self.group, (half_bytes, where, f"ds_mxfp8_moe/{secrets.token_hex(8)}"),
+                                        f"growth of the staging for {where}"), strict=True))
+        if len({(size, what) for size, what, _ in needs.values()}) > 1:
+            each = ", ".join(f"rank {rank} {size} bytes for {what}" for rank, (size, what, _) in needs.items())
             raise RuntimeError(f"the ranks need staging of different sizes: {each}. {SAME_CALLS}")
         # If the allocation fails, the next exchange allocates again, even an exchange of no rows.
         self.half_bytes, self._staging = -1, None
@@ -167,7 +167,7 @@ class PeerMemory:
             return result
 
         def share() -> list[int]:
-            peers = self._provider.addresses(staging, self.group, self.ranks, told[self.ranks[0]][2])
+            peers = self._provider.addresses(staging, self.group, self.ranks, needs[self.ranks[0]][2])
             # Every flag says that its rank has finished the exchange before this one.
             staging[:header].view(torch.int32).fill_(_signed(self.epoch - 1))
             get_accelerator().synchronize()

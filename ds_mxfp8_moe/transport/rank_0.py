@@ -16,7 +16,7 @@ from typing import Any
 import deepspeed.comm as dist
 import torch
 
-from .deadline import DEADLINE, GRACE_SECONDS, LOOK_SECONDS, PeerFailure, _ask, absence, set_deadline
+from .deadline import DEADLINE, GRACE_SECONDS, LOOK_SECONDS, PeerFailure, _ask, absence, lost_store, set_deadline
 
 # Deadlines without a new byte after which rank 0 counts as hung: some file systems show bytes when a file is closed.
 STALLED_DEADLINES = 2
@@ -36,7 +36,7 @@ class RankZeroWrites:
     def __init__(self, where: str, failed: str, folder: Path, device: torch.device):
         """
         Args:
-            where: the call, for the errors of ranks that wait in vain.
+            where: the call, for errors.
             failed: begins the error of a rank, if rank 0 could not write.
             folder: where rank 0 writes, with all that is below.
             device: of the default process group, whose timeout is the deadline.
@@ -85,14 +85,14 @@ class RankZeroWrites:
         self._syncs += 1
 
     def _watch(self) -> None:
-        told = ""
+        stored = ""
         while not self._ended.wait(LOOK_SECONDS):
             with suppress(OSError, PeerFailure):  # a file was moved meanwhile, or the store has gone
                 written = sum(path.stat().st_size for path in self.folder.rglob("*"))
                 progress = f"{written} bytes, {self._syncs} files synced"
-                if progress != told:
+                if progress != stored:
                     self._store(lambda store, progress=progress: store.set(self._key("/progress"), progress))
-                    told = progress
+                    stored = progress
 
     def _wait_for_readers(self) -> None:
         """Rank 0 may keep the store, and end its process after this."""
@@ -127,6 +127,5 @@ class RankZeroWrites:
     def _store(self, question: Callable) -> Any:
         answer = _ask(lambda store: (question(store), ))
         if answer is None:
-            raise PeerFailure(f"rank {self.rank} lost its connection to the store in {self.where}. Rank 0 or its "
-                              "launcher keeps the store, so rank 0 has probably died. Look at its log", (0, ))
+            raise PeerFailure(lost_store(self.where), (0, ))
         return answer[0]
