@@ -4,7 +4,7 @@
 from functools import partial
 
 import pytest
-from test_graphs import (
+from graph_cases import (
     BF16,
     SLIDING,
     both,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed
 from all_to_all_cases import CASES, Call, Case
 from slow import slow_except
-from test_nvlink import Refusing
+from test_nvlink_faults import Refusing
 
 from ds_mxfp8_moe.all_to_all import AllToAll
 from ds_mxfp8_moe.transport.nvlink import NVLink
