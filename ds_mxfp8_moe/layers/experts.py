@@ -121,6 +121,10 @@ class ExpertBlock:
             AutoEPMoELayer. Engine and checkpoints read them.
     """
 
+    @property
+    def mxfp8_settings(self) -> LayerSettings:
+        return self.experts.mxfp8_settings
+
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False,
                                   folding_group_handles: Any = None) -> None:
         """Takes the group that the engine has made. The engine calls this."""

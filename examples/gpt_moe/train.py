@@ -18,6 +18,7 @@ import re
 import shlex
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -26,6 +27,7 @@ import deepspeed.comm as dist
 import torch
 import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
@@ -128,8 +130,8 @@ def losses(engine, tokens_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def moe_layers(engine) -> list[torch.nn.Module]:
-    """The MoE layers, classic or AutoEP's. AutoEP's have a buffer that counts the tokens of their experts."""
-    return [m for m in engine.module.modules() if isinstance(m, MoE) or hasattr(m, "tokens_per_expert")]
+    """The MoE layers: classic ones, and MoE blocks of Hugging Face models whose experts are spread over the ranks."""
+    return [m for m in engine.module.modules() if isinstance(m, MoE | AutoEPMoELayer)]
 
 
 def number_of_parameters(engine) -> int:
@@ -149,17 +151,27 @@ class ExpertLoad:
 
     def __init__(self, layers):
         self.layers = layers
-        # The running sums also hold what was evaluated before, and the steps before a resume.
-        self.seen = [0 if isinstance(layer, MoE) else layer.tokens_per_expert.clone() for layer in layers]
+        # AutoEP's own layers have running sums, which also hold the steps before a resume.
+        self.counts = [layer.tokens_per_expert.clone() if hasattr(layer, "tokens_per_expert") else 0
+                       for layer in layers]
+        for i, layer in enumerate(layers):
+            if not isinstance(layer, MoE) and not hasattr(layer, "tokens_per_expert"):
+                layer.experts.register_forward_pre_hook(partial(self._count, i))
+
+    def _count(self, i: int, experts, args: tuple) -> None:
+        """Of a call of a block's experts with tokens, choices and weights."""
+        self.counts[i] += torch.bincount(args[1].flatten(), minlength=experts.num_experts).float()
 
     def read(self) -> float:
         loads = []
         for i, layer in enumerate(self.layers):
             if isinstance(layer, MoE):
                 count_E = layer.deepspeed_moe.exp_counts.float()  # of the last forward
+            elif hasattr(layer, "tokens_per_expert"):
+                count_E = layer.tokens_per_expert - self.counts[i]
+                self.counts[i] = layer.tokens_per_expert.clone()
             else:
-                count_E = layer.tokens_per_expert - self.seen[i]  # a running sum
-                self.seen[i] = layer.tokens_per_expert.clone()
+                count_E, self.counts[i] = self.counts[i], 0
             dist.all_reduce(count_E)
             loads.append((count_E.max() / count_E.mean()).item())
         return sum(loads) / len(loads)

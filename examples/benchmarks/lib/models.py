@@ -208,8 +208,7 @@ def staging_bytes(layer: nn.Module) -> int:
 
 def experts_in(engine: nn.Module, tokens_per_expert: float) -> dict[str, str]:
     """What our layers multiply in with so many tokens: few of them run the bf16 recipe. Nothing of plain DeepSpeed."""
-    layer = moe_layers(engine)[0]
-    settings = getattr(layer, "mxfp8_settings", None)
+    settings = getattr(moe_layers(engine)[0], "mxfp8_settings", None)
     if settings is None:
         return {}
     enough = tokens_per_expert >= settings.min_tokens_per_expert
@@ -280,6 +279,15 @@ class EvenRouter(TokenChoiceTopKRouter):
         return scores_TK / scores_TK.sum(-1, keepdim=True), self.expert_TK, self.counts_E
 
 
+class EvenBlockRouter(nn.Module):
+    """The same of the router in a Qwen3-MoE block."""
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple:
+        logits_TE = nn.functional.linear(hidden_states.flatten(0, -2), self.weight)
+        scores_TK = logits_TE.float().softmax(dim=1).gather(1, self.expert_TK)
+        return logits_TE, (scores_TK / scores_TK.sum(-1, keepdim=True)).to(logits_TE.dtype), self.expert_TK
+
+
 class EvenGate(TopKGate):
     """The same of the classic layer's, with capacities that just suffice."""
 
@@ -303,10 +311,12 @@ def route(engine: nn.Module, size: Size, routing: str) -> None:
     chosen_TE = torch.zeros(size.tokens, size.experts, dtype=torch.int32, device=device()).scatter_(1, expert_TK, 1)
     place_TK = (chosen_TE.cumsum(0) - 1).gather(1, expert_TK)
     for layer in moe_layers(engine):
-        router = layer.router if isinstance(layer, AutoEPMoELayer) else layer.gate
+        router = layer.router if hasattr(layer, "router") else layer.gate
+        made = vars(router).setdefault("made_as", type(router))
         if routing == "router":
-            router.__class__ = TokenChoiceTopKRouter if isinstance(router, TokenChoiceTopKRouter) else TopKGate
+            router.__class__ = made
             continue
-        router.__class__ = EvenRouter if isinstance(router, TokenChoiceTopKRouter) else EvenGate
+        router.__class__ = EvenRouter if issubclass(made, TokenChoiceTopKRouter) else (
+            EvenGate if issubclass(made, TopKGate) else EvenBlockRouter)
         vars(router).update(expert_TK=expert_TK, counts_E=counts_E, capacity=counts_E.max(),
                             place_KT=place_TK.t().int().contiguous())

@@ -42,6 +42,7 @@ import data
 import train
 from ds_mxfp8_moe.compute import mx
 from ds_mxfp8_moe.config import SECTION, WIRE_KEYS
+from ds_mxfp8_moe.layers.found import converted_layers
 from ds_mxfp8_moe.layers.patches import lent
 from lib import models, results_file, run, world
 from training.convergence_results import BF16, NUDGED, OWN, SHOWN, YARDSTICK
@@ -251,8 +252,7 @@ def train_run(one: Run, args: argparse.Namespace) -> dict:
     if one.recipe == NUDGED:
         nudge(engine)
     layers = train.moe_layers(engine)
-    converted = [inner for layer in layers if hasattr(inner := getattr(layer, "deepspeed_moe", layer),
-                                                      "mxfp8_settings")]
+    converted = converted_layers(engine.module)
     quantized = [layer for layer in converted if layer.mxfp8_settings.recipe.quantize_gemm]
     curves: dict[str, dict[str, float]] = {name: {} for name in (
         "loss", "grad_norm", "busiest_expert", "heldout_loss", "heldout_loss_bf16")}
