@@ -178,7 +178,9 @@ class Layer:
 
     def __init__(self, module: nn.Module, engine: nn.Module | None = None):
         self.module, self.engine = module, engine
-        self.parameters = tuple(p for p in module.parameters() if p.requires_grad)
+        # In an order that AutoEP's layers and blocks of transformers share.
+        named = sorted(module.named_parameters(), key=lambda one: one[0].removeprefix("router."))
+        self.parameters = tuple(p for _, p in named if p.requires_grad)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = self.module(x)
