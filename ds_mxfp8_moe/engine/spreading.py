@@ -152,7 +152,7 @@ class _Spreading:
             layout = Layout.of(experts)
             whole = [getattr(experts, name) for name in layout.names]
             frozen = self._frozen(found, layout, whole, ep_size, ep_rank)
-            weights = {} if frozen else _share(layout, whole, found.num_experts // ep_size, ep_rank)
+            weights = {} if frozen else share(layout, whole, found.num_experts // ep_size, ep_rank)
             spread(block, experts, weights, ep_size, ep_rank)
             if frozen:
                 experts.frozen = frozen
@@ -228,7 +228,7 @@ def _is_faster(forward: Callable) -> bool:
     return forward.__module__.startswith("liger_kernel.")
 
 
-def _share(layout: Layout, whole: list[nn.Parameter], count: int, rank: int) -> dict[str, nn.Parameter]:
+def share(layout: Layout, whole: list[nn.Parameter], count: int, rank: int) -> dict[str, nn.Parameter]:
     """w1, w2 and w3 of one rank's experts, copied out of the whole weights."""
     with deepspeed.zero.GatheredParameters([p for p in whole if hasattr(p, "ds_id")]), torch.no_grad():
         parts = layout.split(*(p.narrow(0, rank * count, count) for p in whole))

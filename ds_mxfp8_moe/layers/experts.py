@@ -61,8 +61,7 @@ class MXFP8Experts(nn.Module):
         """
         self._check_input(hidden_states)
         x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
-        expert_TK = top_k_index.reshape(len(x_TH), -1).long()
-        routes = Routes(expert_TK=expert_TK, weight_TK=top_k_weights.reshape(expert_TK.shape).float(),
+        routes = Routes(expert_TK=top_k_index.flatten(0, -2).long(), weight_TK=top_k_weights.flatten(0, -2).float(),
                         num_experts=self.num_experts)
         ffn = self.mxfp8_settings.ffn(self, x_TH, routes, None)
         frozen = frozen_of(self)
