@@ -71,6 +71,7 @@ def test_expert_ffn(tmp_path):
         assert (row["sqnr_db"]["y"] > 38) == (few or plain) and row.get("unquantized", False) == (few and not plain)
 
 
+@pytest.mark.wide
 def test_host(ranks1, tmp_path):
     rows = ranks1.run(run_script, "kernels.host", tmp_path / "x.json", SAMPLES=1, WARM_UP=1)[0]
     assert contenders(rows) == list(host.SHOWN.contenders[:-1])
@@ -178,6 +179,7 @@ def _whole_model(out, *arguments):
     return run_script("training.whole_model", out, *BRIEF, *arguments, WARM_UP=1, LEAST=1, MOST=1)
 
 
+@pytest.mark.wide
 def test_whole_model(ranks1, tmp_path):
     """Full finetuning with and without checkpointing, and LoRA. A second run adds where the time goes."""
     out, names = tmp_path / "x.json", list(whole_model.CONTENDERS[:-3])

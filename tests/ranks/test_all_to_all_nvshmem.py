@@ -14,6 +14,7 @@ import torch
 import torch.distributed
 from all_to_all_cases import CASES, Call, Case
 from rank_pool import KEPT_GROUPS
+from slow import slow_except
 from test_nvshmem import FAILURES, Library, machine
 
 from ds_mxfp8_moe.all_to_all import AllToAll
@@ -80,7 +81,7 @@ def test_four_ranks(ranks4, name):
 
 
 @needs_nvcc
-@pytest.mark.parametrize("name", ["quantize", "one rank", "ranks without tokens"])
+@pytest.mark.parametrize("name", slow_except(["quantize", "one rank", "ranks without tokens"], "one rank"))
 def test_twelve_ranks(ranks12, name):
     """More than a peer memory's exchange takes, and more than a block has warps."""
     assert ranks12.run(run, CASES[name], sms=2) == [[]] * 12

@@ -26,7 +26,7 @@ from test_expert_ffn import RECIPES
 from ds_mxfp8_moe.transport import kernel_reports, peer_memory
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.deadline import PeerFailure
-from ds_mxfp8_moe.transport.nvlink import LEAST_CHUNK, NVLink, _chunk
+from ds_mxfp8_moe.transport.nvlink import NVLink, _chunk
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
 
 FIRST_EPOCH = 0xFFFFFFF0  # wraps within the first cases
@@ -181,8 +181,9 @@ def test_many_chunks_and_a_staging_that_grows(ranks2):
 
 def most_chunks(exchange: NVLink) -> None:
     """There are as many chunks as flags."""
-    tokens = LEAST_CHUNK * exchange.memory.extension.MAX_CHUNKS
-    check(Problem(tokens=(tokens, 2100, 0, 0), top_k=1, hidden=32, wire=MX32), exchange)
+    with mock.patch("ds_mxfp8_moe.transport.nvlink.LEAST_CHUNK", 8):
+        tokens = 8 * exchange.memory.extension.MAX_CHUNKS
+        check(Problem(tokens=(tokens, 2100, 0, 0), top_k=1, hidden=32, wire=MX32), exchange)
 
 
 def test_chunks_grow_with_the_tokens():

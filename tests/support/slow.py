@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrices of which `make test` runs some cases and `make test-slow` the others."""
+"""Matrices of which `make test` runs some cases and `make test-slow` the others. CI leaves these out."""
 
 from collections.abc import Iterable
 
 import pytest
 
+WIDE = pytest.mark.slow, pytest.mark.wide
+
 
 def slow_except(cases: Iterable, *quick) -> list:
-    """Parameters for pytest.mark.parametrize: `cases`, of which all but `quick` are marked slow."""
+    """Parameters for pytest.mark.parametrize: `cases`, of which all but `quick` are marked slow and wide."""
     cases = list(cases)
     assert set(quick) < set(cases), f"{quick} are not some of {cases}"
     return [case if case in quick else pytest.param(*(case if isinstance(case, tuple) else (case, )),
-                                                    marks=pytest.mark.slow) for case in cases]
+                                                    marks=WIDE) for case in cases]
