@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# make setup | test | test-slow | test-ci | test-releases | lint | finetune | report. Each sets up what it needs in
-# $(VENV) first.
+# make setup | test | test-slow | test-releases | lint | finetune | report. Each sets up what it needs in $(VENV) first.
 #   PYTHON      the interpreter to start from; if its torch sees a GPU, that torch is kept and used
 #   VENV        the virtual environment that is made
 #   TORCH       the release of torch to install, by default the newest that the package was tested with
@@ -9,7 +8,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: setup test test-slow test-ci test-releases lint finetune report
+.PHONY: setup test test-slow test-releases lint finetune report
 
 PYTHON ?= python3
 # Its path is looked up here, before the new environment's python3 comes first on PATH.
@@ -77,13 +76,11 @@ DURATIONS := --durations=25 --durations-min=2
 test: $(VENV)/ready
 	@$(RUN) -m pytest $(SIDE_BY_SIDE) $(DURATIONS) -m 'not slow' tests/ranks tests/examples tests/kernels tests/unit tests/gpu
 
-# Packaging, compilation ahead of time, launchers, benchmarks, long examples, and all cases of wide matrices.
+# Packaging, compilation ahead of time, launchers, benchmarks, long examples, and all cases of wide matrices. CI leaves
+# these out by SLOW='slow and not wide'.
+SLOW ?= slow
 test-slow: $(VENV)/ready
-	@$(RUN) -m pytest $(SIDE_BY_SIDE) $(DURATIONS) -m slow tests/unit tests/kernels tests/examples tests/ranks
-
-# Both in one run, but for the slow cases of wide matrices, of which `make test` has others.
-test-ci: $(VENV)/ready
-	@$(RUN) -m pytest $(SIDE_BY_SIDE) $(DURATIONS) -m 'not wide' tests/ranks tests/examples tests/kernels tests/unit tests/gpu
+	@$(RUN) -m pytest $(SIDE_BY_SIDE) $(DURATIONS) -m '$(SLOW)' tests/unit tests/kernels tests/examples tests/ranks
 
 # The tests with the oldest and the newest releases, and ahead-of-time compilation with each Triton: tests/releases.py.
 test-releases:
