@@ -44,7 +44,8 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache, partial, wraps
+from itertools import chain
 from typing import Any
 
 import deepspeed.comm as dist
@@ -131,17 +132,40 @@ class ExpertFFN:
             autocast = torch.is_autocast_enabled(device_type)
             if autocast:
                 x_TH = x_TH.to(torch.get_autocast_dtype(device_type))
-            layout, tensors = _flattened(weights)
-            adapted = tuple(adapters or ())
-            factors = [factor.to(x_TH.dtype) for name in adapted for factor in adapters[name]]
+            adapters = {name: LowRank(*(factor.to(x_TH.dtype) for factor in factors))
+                        for name, factors in (adapters or {}).items()}
             with torch.autocast(device_type, enabled=False) if autocast else nullcontext(), \
                     nullcontext() if self.training else naming_evaluation():
-                return _ExpertFFNFunction.apply(self, branch, layout, adapted, frozen and frozen.operands(),
-                                                torch.is_grad_enabled(), routes.expert_TK, x_TH, routes.weight_TK,
-                                                *factors, *tensors)
+                return self._compute(x_TH, routes, weights, branch, adapters, frozen and frozen.operands(), autocast)
         except Exception as error:
             tell_peers(error)
             raise
+
+    def _compute(self, x_TH: torch.Tensor, routes: Routes, weights: dict, branch: Branch | None,
+                 adapters: dict[str, LowRank], frozen: dict[str, MXTensor] | None, autocast: bool) -> torch.Tensor:
+        """The call, without autocast. `adapters`: in x's dtype. `autocast`: whether the caller has it enabled."""
+        layout, tensors = flattened(weights)
+        return _ExpertFFNFunction.apply(self, branch, layout, tuple(adapters), frozen, torch.is_grad_enabled(),
+                                        routes.expert_TK, x_TH, routes.weight_TK, *chain(*adapters.values()), *tensors)
+
+    def _plan(self, experts: ExpertMath, expert_TK: torch.Tensor, x_TH: torch.Tensor, backward: bool,
+              branch: Branch | None = None) -> None:
+        """Plans the exchange of a forward: sets the plan of `experts`. If they get few tokens, their recipe becomes
+        the one without quantisation. `backward`: whether a backward follows."""
+
+        def meanwhile():
+            """While the host waits for the counts, the device computes the branch and quantises weights."""
+            if branch is not None:
+                branch.launch()
+            if not self.has_few_tokens(expert_TK):  # else the call will probably run unquantised
+                experts.quantize_ahead()
+
+        fewest = self.min_tokens_per_expert
+        rows = _rows_in_words(x_TH.shape[1], x_TH.dtype, self.recipe, fewest, backward)
+        experts.plan = self.transport.plan(expert_TK, self.num_local_experts, meanwhile, rows)
+        if experts.plan.tokens_per_expert < fewest:
+            _warn_of_few_tokens(fewest)
+            experts.recipe, experts.keep, experts.quantized_weights = unquantized(self.recipe), False, {}
 
 
 def _warn_of_few_tokens(fewest: float) -> None:
@@ -152,7 +176,8 @@ def _warn_of_few_tokens(fewest: float) -> None:
                      'Write "min_tokens_per_expert": 0 to have MXFP8 on every batch')
 
 
-def _wire(recipe: Recipe, dtype: str) -> Wire:
+def wire_of(recipe: Recipe, dtype: str) -> Wire:
+    """The format in which rows of the config's `dtype`, "mxfp8" or "bf16", travel."""
     return Wire(dtype == "mxfp8", recipe.block_size, recipe.scaling_mode)
 
 
@@ -175,7 +200,7 @@ def unquantized(recipe: Recipe) -> Recipe:
                    dispatch_bwd="bf16", combine_bwd="bf16", preactivation="bf16")
 
 
-def _flattened(weights: dict[str, torch.Tensor | Sequence[torch.Tensor] | None]) -> tuple[tuple, list[torch.Tensor]]:
+def flattened(weights: dict[str, torch.Tensor | Sequence[torch.Tensor] | None]) -> tuple[tuple, list[torch.Tensor]]:
     """The tensors of weights by role in a flat list, as autograd takes them, and their layout.
 
     The layout has a pair (role, size) for each role: `size` tensors, or one stacked tensor [E, ...] if `size` is 0.
@@ -192,13 +217,44 @@ def _flattened(weights: dict[str, torch.Tensor | Sequence[torch.Tensor] | None])
     return tuple(layout), tensors
 
 
-def _unflattened(layout: tuple, flat: Sequence) -> dict:
-    """The inverse of `_flattened`: role -> one stacked tensor or a list of E."""
+def unflattened(layout: tuple, flat: Sequence) -> dict:
+    """The inverse of `flattened`: role -> one stacked tensor or a list of E."""
     found, start = {}, 0
     for role, size in layout:
         found[role] = flat[start] if size == 0 else list(flat[start:start + size])
         start += size or 1
     return found
+
+
+def flattened_gradients(layout: tuple, grads: dict[str, torch.Tensor]) -> list[torch.Tensor | None]:
+    """Stacked gradients by role in the order of `flattened`. None: a role has none."""
+    flat = []
+    for role, size in layout:
+        grad = grads.get(role)
+        flat += [grad] if size == 0 else list(grad.unbind(0)) if grad is not None else [None] * size
+    return flat
+
+
+def backward_of_call(function: Callable) -> Callable:
+    """Decorates the backward of an autograd Function whose `ctx.ffn` is an ExpertFFN: it runs without autocast and
+    without torch.compile, and has no second derivative. Peers get to know its errors."""
+
+    @wraps(function)
+    def backward(ctx, g, *grads):
+        if torch.compiler.is_dynamo_compiling():  # for compiled autograd
+            return _outside_compile(backward, ctx, g, *grads)
+        try:
+            if torch.is_grad_enabled():
+                raise RuntimeError(f"{ctx.ffn.name} has no second derivative, for which create_graph=True asks: leave "
+                                   "it out with 'exclude' in the mxfp8_moe section, or drop create_graph=True")
+            autocast = torch.is_autocast_enabled(g.device.type)
+            with torch.autocast(g.device.type, enabled=False) if autocast else nullcontext():
+                return function(ctx, g, *grads)
+        except Exception as error:
+            tell_peers(error)
+            raise
+
+    return backward
 
 
 class _ExpertFFNFunction(torch.autograd.Function):
@@ -219,45 +275,34 @@ class _ExpertFFNFunction(torch.autograd.Function):
         y_TH, *kept = made.values()
         # Autograd saves some other tensor than the parameter where activation checkpointing recomputes it.
         parameters = () if ffn.sum_of is None else tensors[2 * len(adapted):]
-        ctx.call = ffn, experts.recipe, x_TH.dtype, layout, adapted, frozen, kinds, plan, parameters
+        ctx.ffn, ctx.call = ffn, (experts.recipe, x_TH.dtype, layout, adapted, frozen, kinds, plan, parameters)
         ctx.save_for_backward(*tensors, *kept)
         return y_TH
 
     @staticmethod
+    @backward_of_call
     def backward(ctx, g_TH):
-        if torch.compiler.is_dynamo_compiling():  # for compiled autograd
-            return _outside_compile(_ExpertFFNFunction.backward, ctx, g_TH)
-        ffn, recipe, dtype, layout, adapted, frozen, kinds, plan, parameters = ctx.call
-        try:
-            if torch.is_grad_enabled():
-                raise RuntimeError(f"{ffn.name} has no second derivative, for which create_graph=True asks: leave it "
-                                   "out with 'exclude' in the mxfp8_moe section, or drop create_graph=True")
-            needs, saved = ctx.needs_input_grad[7:], ctx.saved_tensors
-            count, device_type = len(needs) - 2, g_TH.device.type
-            autocast = torch.is_autocast_enabled(device_type)
-            with torch.autocast(device_type, enabled=False) if autocast else nullcontext():
-                experts = _experts(ffn, recipe, layout, adapted, frozen, saved[:count], dtype, g_TH.device,
-                                   transposed=True)
-                if parameters:
-                    nodes = [node for node, _ in ctx.next_functions[-len(parameters):]]
-                    experts.sums = _sums(ffn, layout, parameters, nodes, needs[2 + 2 * len(adapted):])
-                call = partial(_backward, ffn, experts, plan, kinds, layout, needs)
-                if ffn.recorded_whole:
-                    call = experts.step("whole backward", call, None, (kinds, layout, needs))
-                grads = call([g_TH, *saved[count:]])
-                places = _unflattened(layout, range(2 + 2 * len(adapted), len(needs)))
-                grads |= {places[role]: one.out_ENK for role, one in experts.sums.items() if not one.begun}
-        except Exception as error:
-            tell_peers(error)
-            raise
+        ffn, (recipe, dtype, layout, adapted, frozen, kinds, plan, parameters) = ctx.ffn, ctx.call
+        needs, saved = ctx.needs_input_grad[7:], ctx.saved_tensors
+        count = len(needs) - 2
+        experts = _experts(ffn, recipe, layout, adapted, frozen, saved[:count], dtype, g_TH.device, transposed=True)
+        if parameters:
+            nodes = [node for node, _ in ctx.next_functions[-len(parameters):]]
+            experts.sums = _sums(ffn, layout, parameters, nodes, needs[2 + 2 * len(adapted):])
+        call = partial(_backward, ffn, experts, plan, kinds, layout, needs)
+        if ffn.recorded_whole:
+            call = experts.step("whole backward", call, None, (kinds, layout, needs))
+        grads = call([g_TH, *saved[count:]])
+        places = unflattened(layout, range(2 + 2 * len(adapted), len(needs)))
+        grads |= {places[role]: one.out_ENK for role, one in experts.sums.items() if not one.begun}
         return None, None, None, None, None, None, None, *grads.values()
 
 
 def _sums(ffn: ExpertFFN, layout: tuple, parameters: Sequence[torch.Tensor], nodes: Sequence[Node],
           needs: Sequence[bool]) -> dict[str, Sum]:
     """Where the gradients of stacked weights go, by role. Without those that get memory of their own."""
-    needed, node_of = _unflattened(layout, needs), _unflattened(layout, nodes)
-    found = {role: ffn.sum_of(one, node_of[role]) for role, one in _unflattened(layout, parameters).items()
+    needed, node_of = unflattened(layout, needs), unflattened(layout, nodes)
+    found = {role: ffn.sum_of(one, node_of[role]) for role, one in unflattened(layout, parameters).items()
              if needed[role] is True and not role.endswith("_bias")}
     return {role: one for role, one in found.items() if one is not None}
 
@@ -271,12 +316,18 @@ def _experts(ffn: ExpertFFN, recipe: Recipe, layout: tuple, adapted: Sequence[st
     """
     count = 2 * len(adapted)
     adapters = {name: LowRank(*tensors[2 * i:2 * i + 2]) for i, name in enumerate(adapted)}
-    weights = _unflattened(layout, tensors[count:])
-    kept = None
-    if ffn.kept is not None and recipe.quantize_gemm and frozen is None:
-        matrices = sum(size or 1 for role, size in layout if not role.endswith("_bias"))  # which come before biases
-        kept = ffn.kept.of(tensors[count:count + matrices], transposed)
+    weights = unflattened(layout, tensors[count:])
+    kept = kept_of(ffn, recipe, layout, tensors[count:], frozen, transposed)
     return ExpertMath(ffn.formula, recipe, None, weights, dtype, kept, adapters, executor_for(device), frozen)
+
+
+def kept_of(ffn: ExpertFFN, recipe: Recipe, layout: tuple, tensors: Sequence[torch.Tensor],
+            frozen: dict[str, MXTensor] | None, transposed: bool) -> dict[str, MXTensor] | None:
+    """The quantised weights that calls share, as ExpertMath takes them. `tensors`: flat weights."""
+    if ffn.kept is None or not recipe.quantize_gemm or frozen is not None:
+        return None
+    matrices = sum(size or 1 for role, size in layout if not role.endswith("_bias"))  # which come before biases
+    return ffn.kept.of(tensors[:matrices], transposed)
 
 
 def _forward(ffn: ExpertFFN, branch: Branch | None, backward: bool, experts: ExpertMath, given: list) -> dict:
@@ -284,27 +335,14 @@ def _forward(ffn: ExpertFFN, branch: Branch | None, backward: bool, experts: Exp
     with the plan. The plan is None if its tensors were saved. Takes expert_TK, x_TH and weight_TK."""
     expert_TK, x_TH, weight_TK = given
     given.clear()
-    recipe, dtype, fewest, timed = ffn.recipe, x_TH.dtype, ffn.min_tokens_per_expert, ffn.timed or nullcontext
-
-    def meanwhile():
-        """While the host waits for the counts, the device computes the branch and quantises weights."""
-        if branch is not None:
-            branch.launch()
-        if not ffn.has_few_tokens(expert_TK):  # else the call will probably run unquantised
-            experts.quantize_ahead()
-
-    plan = ffn.transport.plan(expert_TK, ffn.num_local_experts, meanwhile,
-                              _rows_in_words(x_TH.shape[1], dtype, recipe, fewest, backward))
-    if plan.tokens_per_expert < fewest:
-        _warn_of_few_tokens(fewest)
-        recipe = unquantized(recipe)
-        experts.recipe, experts.keep, experts.quantized_weights = recipe, False, {}
-    experts.plan = plan
+    dtype, timed = x_TH.dtype, ffn.timed or nullcontext
+    ffn._plan(experts, expert_TK, x_TH, backward, branch)
+    plan, recipe = experts.plan, experts.recipe
     with timed("dispatch"):
-        rows = [*ffn.transport.dispatch(plan, x_TH, _wire(recipe, recipe.dispatch_fwd), weight_TK)]
+        rows = [*ffn.transport.dispatch(plan, x_TH, wire_of(recipe, recipe.dispatch_fwd), weight_TK)]
     made = experts.step("forward", partial(experts.forward_rows, backward), tuple(experts.stacks), (backward, ))(rows)
     with timed("combine"):
-        y_TH, _ = ffn.transport.combine(plan, made.pop("y_PH"), _wire(recipe, recipe.combine_fwd), dtype)
+        y_TH, _ = ffn.transport.combine(plan, made.pop("y_PH"), wire_of(recipe, recipe.combine_fwd), dtype)
     replayable = ffn.transport.replayable_plan is not None
     kept, kinds = taken_apart([*map(made.get, Rows._fields), *(plan if replayable else ())])
     return {"y_TH": y_TH, **dict(enumerate(kept)), "kinds and plan": (kinds, None if replayable else plan)}
@@ -319,17 +357,15 @@ def _backward(ffn: ExpertFFN, experts: ExpertMath, plan: Any, kinds: tuple, layo
     values, recipe, dtype, adapted = put_together(kept, kinds), experts.recipe, experts.dtype, experts.adapters
     rows = Rows(*values[:len(Rows._fields)])
     experts.plan = plan = ffn.transport.replayable_plan(*values[len(rows):]) if plan is None else plan
-    roles = _unflattened(layout, needs[2 + 2 * len(adapted):])
+    roles = unflattened(layout, needs[2 + 2 * len(adapted):])
     needed = {role for role, need in roles.items() if (need if isinstance(need, bool) else any(need))}
     # The gradient of a combine is a dispatch, and the gradient of a dispatch a combine. Both take place even if this
     # rank needs no gradient of x: other ranks may need theirs.
-    dispatch_wire, combine_wire = _wire(recipe, recipe.combine_bwd), _wire(recipe, recipe.dispatch_bwd)
+    dispatch_wire, combine_wire = wire_of(recipe, recipe.combine_bwd), wire_of(recipe, recipe.dispatch_bwd)
     grads, (x_grad, weight_grad) = experts.backward(
         partial(ffn.transport.dispatch, plan, g_TH.to(dtype), dispatch_wire, phase="dispatch of the gradient"),
         partial(ffn.transport.start_combine, plan, wire=combine_wire, dtype=dtype, phase="combine of the gradient"),
         partial(ffn.transport.sms_beside, plan, g_TH.shape[1], dtype, combine_wire), rows, needed)
-    flat = [x_grad, weight_grad, *(factor for name in adapted for factor in experts.adapter_grads[name])]
-    for role, size in layout:
-        grad = grads.get(role)
-        flat += [grad] if size == 0 else list(grad.unbind(0)) if grad is not None else [None] * size
+    flat = [x_grad, weight_grad, *(factor for name in adapted for factor in experts.adapter_grads[name]),
+            *flattened_gradients(layout, grads)]
     return dict(enumerate(grad if need else None for grad, need in zip(flat, needs, strict=True)))

@@ -208,7 +208,7 @@ class ExpertMath:
         x_PH, weight_P = given
         given.clear()
         x_PH = self.quantized(x_PH)
-        pre_PG = self._adapted(self.gemm(x_PH, "up"), x_PH, "up")
+        pre_PG = self.product(x_PH, "up")
         if not backward:
             x_PH = None
         if self.formula.kind == "linear":
@@ -219,7 +219,7 @@ class ExpertMath:
         keep = backward and self.recipe.quantize_gemm and self.recipe.preactivation == "mxfp8"
         h_PF, kept_PG = activate(pre_PG, weight_P, quantized=self.recipe.quantize_gemm, keep=keep, **self.activation())
         pre_PG = kept_PG if keep else pre_PG if backward else None
-        y_PH = self._adapted(self.gemm(h_PF, "down"), h_PF, "down")
+        y_PH = self.product(h_PF, "down")
         if self.down_bias_EH is not None:
             y_PH = add_weighted_bias(y_PH, self.down_bias_EH, weight_P, self.plan.group_ends_E)
         return {"y_PH": y_PH, "x_PH": x_PH, "pre_PG": pre_PG, "h_PF": h_PF, "weight_P": weight_P}
@@ -290,13 +290,9 @@ class ExpertMath:
             dweight_of_bias_P = weighted_bias_backward(g_PH, self.down_bias_EH, self.plan.group_ends_E)
             if "down_bias" in needed:
                 grads["down_bias"] = self.group_sums(plain(g_PH), rows.weight_P).to(self.dtypes["down_bias"])
-        low_PR = self._adapter_backward(g_PH, rows.h_PF, "down", grads)
-        g_PH, g_wgrad, columns = self._forms_of_gradient(g_PH, "down" in needed)
-        t_PF = self._adapted_dgrad(self.gemm(g_PH, "down", transposed=True), low_PR, "down")
+        given += g_PH, rows.h_PF
         del g_PH
-        if "down" in needed:
-            grads |= self._wgrads(["down"], g_wgrad, rows.h_PF, needed, columns)
-        del g_wgrad
+        t_PF = self.product_backward("down", given, needed, grads)
 
         wants_ups = not needed.isdisjoint(self.up_roles)
         columns = wants_ups and self.reads_columns(t_PF)
@@ -336,12 +332,28 @@ class ExpertMath:
             grads["up_bias"] = self.group_sums(weighted_g).to(self.dtypes["up_bias"])
         return grads, combine_grad(t_PH * rows.weight_P.unsqueeze(1), weight_P=dweight_P).result()
 
-    def _adapted(self, y_PN: torch.Tensor, x_PK: torch.Tensor, name: str) -> torch.Tensor:
-        """y + (x A^T) B^T, in place, with the adapter of the GEMM of this name, if it has one."""
+    def product(self, x_PK: torch.Tensor, name: str) -> torch.Tensor:
+        """The result [P, N] of the GEMM of this name, with its adapter, if it has one. `x_PK`: from `quantized`."""
+        y_PN = self.gemm(x_PK, name)
         if name not in self.adapters:
             return y_PN
         (a_ERK, b_ENR), ends_E = self.adapters[name], self.plan.group_ends_E
         return add_low_rank(y_PN, low_rank_rows(x_PK, a_ERK, ends_E), b_ENR.transpose(1, 2), ends_E)
+
+    def product_backward(self, name: str, given: list, needed: set[str], grads: dict) -> torch.Tensor:
+        """The gradient [P, K] of the rows of the GEMM of this name. Adds the gradients of its weights, by role, and of
+        its adapter to `grads`. Takes the gradient of its result, and its rows, None if no weight needs a gradient."""
+        g_PN, x_PK = given
+        given.clear()
+        roles = self.up_roles if name == "up" else [name]
+        wanted = not needed.isdisjoint(roles)
+        low_PR = self._adapter_backward(g_PN, x_PK, name, grads)
+        g_PN, g_wgrad, columns = self._forms_of_gradient(g_PN, wanted)
+        dx_PK = self._adapted_dgrad(self.gemm(g_PN, name, transposed=True), low_PR, name)
+        del g_PN
+        if wanted:
+            grads |= self._wgrads(roles, g_wgrad, x_PK, needed, columns)
+        return dx_PK
 
     def _adapter_backward(self, g_PN: torch.Tensor, x_PK: torch.Tensor, name: str,
                           grads: dict) -> torch.Tensor | None:

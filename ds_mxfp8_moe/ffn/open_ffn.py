@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts whose formula no fused kernel computes: the model's own code runs between MXFP8 GEMMs, under autograd.
+
+The letters in tensor names are those of expert_ffn.py, and so are exchanges, GEMMs and casts. Each of them is an
+autograd Function of its own here, and torch does the rest:
+
+    x_PH = dispatch(x_TH)               pre_PG = x_PH W1^T + b1         h_PF = between(pre_PG)
+    y_PH = after(h_PF W2^T + b2)        y_TH = combine(w_P * y_PH)
+
+Without `after`, the routing weight multiplies h and b2 instead, as in expert_ffn.py. The second GEMM's backward then
+reads the gradient as it came, in MXFP8. With `after`, it quantises the gradient that comes out of `after`.
+
+The model's functions get ones in padding rows, which they can compute. Their results there are dropped, so that the
+gradients there are zeros. Neither reaches another row or a parameter.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+
+from ..compute.activation import bias_rows, group_sums
+from ..compute.executor import put_together, taken_apart
+from ..compute.formula import LowRank
+from ..compute.grouped_gemm import plain
+from ..compute.mx import MXTensor
+from ..compute.routing import Routes
+from ..config import Recipe
+from .branch import Branch
+from .expert_ffn import ExpertFFN, backward_of_call, flattened, flattened_gradients, kept_of, unflattened, wire_of
+from .expert_math import ExpertMath
+
+ROLES_OF = {"up": ("gate", "up"), "down": ("down", )}  # by GEMM
+# Stands for a routing weight of 0 on its way to the experts, where 0 marks padding. The smallest normal float32.
+ZERO = torch.finfo(torch.float32).tiny
+
+
+@dataclass(frozen=True, eq=False)
+class OpenFormula:
+    """What experts compute beside their GEMMs, in functions that autograd differentiates.
+
+    Both functions compute each row alone. They may have parameters, and run under the caller's autocast.
+
+    Attributes:
+        between: takes the first GEMM's result [P, G], biases included, in the tokens' dtype. Returns [P, F].
+        after: takes an expert's output [P, H] before the routing weight, in the tokens' dtype. Returns [P, H]. None:
+            there is nothing.
+        in_turn: `between` takes columns of gate and up in turn, first one of gate. Else it takes all of gate first.
+    """
+
+    between: Callable[[torch.Tensor], torch.Tensor]
+    after: Callable[[torch.Tensor], torch.Tensor] | None = None
+    in_turn: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class OpenFFN(ExpertFFN):
+    """An ExpertFFN with an OpenFormula. It takes the same arguments, and returns the same.
+
+    It records nothing to replay, uses no `sum_of`, and leaves a branch alone, for the caller to run.
+    """
+
+    formula: OpenFormula
+
+    def _compute(self, x_TH: torch.Tensor, routes: Routes, weights: dict, branch: Branch | None,
+                 adapters: dict[str, LowRank], frozen: dict[str, MXTensor] | None, autocast: bool) -> torch.Tensor:
+        formula, dtype, timed = self.formula, x_TH.dtype, self.timed or nullcontext
+        layout, tensors = flattened(weights)
+        kept, kept_backward = (kept_of(self, self.recipe, layout, tensors, frozen, transposed)
+                               for transposed in (False, True))
+        experts = ExpertMath(formula, self.recipe, None, weights, dtype, kept, adapters, None, frozen)
+        needed = any(one.requires_grad for one in (x_TH, routes.weight_TK, *chain(*adapters.values()), *tensors))
+        self._plan(experts, routes.expert_TK, x_TH, needed and torch.is_grad_enabled())
+        call = _Call(self, experts.plan, experts.recipe, dtype, frozen, kept_backward if experts.keep else None)
+
+        def multiply(x_PK: torch.Tensor, name: str) -> torch.Tensor:
+            layout, tensors = flattened({role: weights.get(role) for role in ROLES_OF[name]})
+            return _GroupedGEMM.apply(call, experts, name, layout, x_PK, *adapters.get(name, ()), *tensors)
+
+        def call_model(function: Callable, x_PN: torch.Tensor) -> torch.Tensor:
+            with torch.autocast(x_PN.device.type, dtype) if autocast else nullcontext():
+                return function(x_PN.masked_fill(padding_P1, 1)).masked_fill(padding_P1, 0)
+
+        with timed("dispatch"):
+            x_PH, weight_P1, padding_P1 = _Dispatch.apply(call, x_TH, routes.weight_TK)
+        pre_PG = multiply(x_PH, "up")
+        del x_PH
+        if (bias_EG := _joined_biases(weights, "up")) is not None:
+            pre_PG = (pre_PG + _BiasRows.apply(call, bias_EG)).to(dtype)
+        if formula.in_turn:
+            pre_PG = torch.stack(pre_PG.chunk(2, dim=1), dim=2).flatten(1)
+        h_PF = call_model(formula.between, pre_PG)
+        del pre_PG
+        weight_first = formula.after is None
+        y_PH = multiply(h_PF * weight_P1 if weight_first else h_PF, "down")
+        del h_PF
+        if (bias_EH := _joined_biases(weights, "down")) is not None:
+            bias_PH = _BiasRows.apply(call, bias_EH)
+            y_PH = y_PH + bias_PH * weight_P1 if weight_first else (y_PH + bias_PH).to(dtype)
+        if not weight_first:
+            y_PH = call_model(formula.after, y_PH) * weight_P1
+        with timed("combine"):
+            return _Combine.apply(call, y_PH)
+
+
+def _joined_biases(weights: dict, name: str) -> torch.Tensor | None:
+    """The bias [E, N] of a GEMM's result. None: it has none."""
+    biases = [weights[f"{role}_bias"] for role in ROLES_OF[name] if weights.get(f"{role}_bias") is not None]
+    stacks = [bias if isinstance(bias, torch.Tensor) else torch.stack(tuple(bias)) for bias in biases]
+    return torch.cat(stacks, dim=1) if stacks else None
+
+
+class _Call(NamedTuple):
+    """What forward and backward of one call share."""
+
+    ffn: OpenFFN
+    plan: Any
+    recipe: Recipe
+    dtype: torch.dtype  # of the tokens
+    frozen: dict[str, MXTensor] | None
+    kept: dict[str, MXTensor] | None  # the quantised weights that backwards share
+
+
+class _Dispatch(torch.autograd.Function):
+    """Tokens and routing weights -> rows x_PH, routing weights [P, 1], and which rows are padding, bool [P, 1]."""
+
+    @staticmethod
+    def forward(ctx, call, x_TH, weight_TK):
+        ctx.ffn, ctx.call = call.ffn, call
+        sent_TK = torch.where(weight_TK == 0, ZERO, weight_TK.float())
+        x_PH, weight_P = call.ffn.transport.dispatch(call.plan, x_TH, wire_of(call.recipe, call.recipe.dispatch_fwd),
+                                                     sent_TK)
+        weight_P1 = weight_P.unsqueeze(1)
+        padding_P1 = weight_P1 == 0
+        ctx.mark_non_differentiable(padding_P1)
+        return x_PH, weight_P1.masked_fill(weight_P1 == ZERO, 0), padding_P1
+
+    @staticmethod
+    @backward_of_call
+    def backward(ctx, g_PH, g_P1, _):
+        call = ctx.call
+        return None, *call.ffn.transport.combine(
+            call.plan, g_PH.contiguous(), wire_of(call.recipe, call.recipe.dispatch_bwd), call.dtype,
+            g_P1.squeeze(1).contiguous(), phase="combine of the gradient")
+
+
+class _Combine(torch.autograd.Function):
+    """Weighted rows -> tokens."""
+
+    @staticmethod
+    def forward(ctx, call, y_PH):
+        ctx.ffn, ctx.call = call.ffn, call
+        return call.ffn.transport.combine(call.plan, y_PH.contiguous(),
+                                          wire_of(call.recipe, call.recipe.combine_fwd), call.dtype)[0]
+
+    @staticmethod
+    @backward_of_call
+    def backward(ctx, g_TH):
+        call = ctx.call
+        return None, call.ffn.transport.dispatch(
+            call.plan, g_TH.to(call.dtype), wire_of(call.recipe, call.recipe.combine_bwd),
+            phase="dispatch of the gradient")[0]
+
+
+class _GroupedGEMM(torch.autograd.Function):
+    """Rows, plain or MXFP8, times their experts' weights of one GEMM, with its adapter."""
+
+    @staticmethod
+    def forward(ctx, call, experts, name, layout, x_PK, *tensors):
+        x_PK = experts.quantized(x_PK.contiguous())
+        if x_PK.dtype != call.dtype:
+            x_PK = MXTensor.of(x_PK.parts, call.dtype) if isinstance(x_PK, MXTensor) else x_PK.to(call.dtype)
+        adapted = name in experts.adapters
+        kept, kinds = taken_apart([x_PK if adapted or any(ctx.needs_input_grad[5:]) else None])
+        ctx.ffn, ctx.call = call.ffn, (call, name, layout, adapted, kinds)
+        ctx.save_for_backward(*tensors, *kept)
+        return experts.product(x_PK, name)
+
+    @staticmethod
+    @backward_of_call
+    def backward(ctx, g_PN):
+        (call, name, layout, adapted, kinds), needs = ctx.call, ctx.needs_input_grad[5:]
+        saved, factors = ctx.saved_tensors, 2 * adapted
+        tensors, kept = saved[:len(needs)], [*saved[len(needs):]]
+        adapters = {name: LowRank(*tensors[:factors])} if adapted else None
+        experts = ExpertMath(call.ffn.formula, call.recipe, call.plan, unflattened(layout, tensors[factors:]),
+                             call.dtype, call.kept, adapters, None, call.frozen)
+        roles = unflattened(layout, needs[factors:])
+        needed = {role for role, need in roles.items() if (need if isinstance(need, bool) else any(need))}
+        grads: dict = {}
+        g_PN = g_PN if isinstance(g_PN, MXTensor) else g_PN.contiguous()
+        dx_PK = experts.product_backward(name, [g_PN, *put_together(kept, kinds)], needed, grads)
+        flat = [*(grads[name, field] for field in LowRank._fields if adapted), *flattened_gradients(layout, grads)]
+        return None, None, None, None, dx_PK, *(
+            grad if need else None for grad, need in zip(flat, needs, strict=True))
+
+
+class _BiasRows(torch.autograd.Function):
+    """Biases [E, N] -> the bias of each row's expert, [P, N] float32, so that its gradient is not rounded either."""
+
+    @staticmethod
+    def forward(ctx, call, bias_EN):
+        ctx.ffn, ctx.call, ctx.dtype = call.ffn, call, bias_EN.dtype
+        return bias_rows(bias_EN.float(), call.plan.group_ends_E, call.plan.num_rows)
+
+    @staticmethod
+    @backward_of_call
+    def backward(ctx, g_PN):
+        return None, group_sums(plain(g_PN), ctx.call.plan.group_ends_E).to(ctx.dtype)

@@ -1,0 +1,404 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpenFFN, which runs a model's own code between the GEMMs, against plain float32 torch and against ExpertFFN."""
+
+import weakref
+from contextlib import nullcontext
+from unittest import mock
+
+import deepspeed.comm as dist
+import pytest
+import torch
+import torch.nn.functional as F
+from test_expert_ffn import BF16, FFN, HIDDEN, RECIPES, compare, formula, problem, transport
+from torch.utils.checkpoint import checkpoint
+
+from ds_mxfp8_moe.compute import casts
+from ds_mxfp8_moe.compute.formula import LowRank
+from ds_mxfp8_moe.compute.mx import sqnr_db
+from ds_mxfp8_moe.compute.routing import Routes
+from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
+from ds_mxfp8_moe.ffn.frozen_weights import FrozenWeights
+from ds_mxfp8_moe.ffn.kept_weights import KeptWeights
+from ds_mxfp8_moe.ffn.open_ffn import OpenFFN, OpenFormula
+from ds_mxfp8_moe.transport.local import Local
+
+ADAPTER_RANK = 8
+
+
+class Model(torch.nn.Module):
+    """What a model may compute between and behind the GEMMs of its experts."""
+
+    def __init__(self, case, hidden=HIDDEN, ffn=FFN):
+        super().__init__()
+        self.case, generator = case, torch.Generator().manual_seed(3)
+        if case in ("hostile", "normed"):
+            self.scale = torch.nn.Parameter(torch.rand(hidden, generator=generator) + 0.5)
+        if case == "hostile":
+            self.slope = torch.nn.Parameter(torch.rand(ffn, generator=generator) + 0.5)
+            self.shift = torch.nn.Parameter(torch.rand(hidden, generator=generator))
+
+    def between(self, pre):
+        if self.case == "mlp":
+            return F.mish(pre)
+        if self.case == "hostile":  # NaN in a row of zeros, and so are its gradients
+            pre = pre / pre.norm(dim=-1, keepdim=True) * pre.shape[-1]**0.5
+        gate, up = (pre[..., 0::2], pre[..., 1::2]) if self.case == "in_turn" else pre.chunk(2, dim=-1)
+        if self.case == "hostile":
+            return torch.tanh(self.slope * gate) * up
+        if self.case == "in place":
+            return F.silu(gate).mul_(up)
+        return (F.silu(gate) if self.case in ("silu", "normed") else F.softplus(gate)) * up
+
+    def after(self, y):
+        if self.case == "hostile":  # NaN at 0 in the gradient of scale, and another value than 0 everywhere
+            return y / y.norm(dim=-1, keepdim=True) * self.scale * y.shape[-1]**0.5 + self.shift
+        return F.rms_norm(y, y.shape[-1:], self.scale.to(y.dtype), eps=1e-6)
+
+    def formula(self):
+        after = self.after if hasattr(self, "scale") else None
+        return OpenFormula(self.between, after, in_turn=self.case == "in_turn")
+
+
+def make_adapters(experts):
+    """Factors of each GEMM, float32, for all experts."""
+    generator, (_, H), N = torch.Generator().manual_seed(5), experts[0]["up"].shape, len(experts)
+    G = sum(experts[0][role].shape[0] for role in ("gate", "up") if role in experts[0])
+    shapes = {"up": (H, G), "down": (experts[0]["down"].shape[1], H)}
+    return {name: (torch.randn(N, ADAPTER_RANK, inside, generator=generator) / inside**0.5,
+                   torch.randn(N, outside, ADAPTER_RANK, generator=generator) / 8)
+            for name, (inside, outside) in shapes.items()}
+
+
+def reference(case, experts, xs, routes, grads, adapters=None):
+    """Output and gradients of all ranks, by a loop over experts in float32: as `compare` takes them; and the gradients
+    of the model's parameters and of the adapters' factors."""
+    model = Model(case, xs[0].shape[1], experts[0]["down"].shape[1])
+    leaves = [{role: value.float().requires_grad_() for role, value in expert.items()} for expert in experts]
+    factors = {name: [one.clone().requires_grad_() for one in pair] for name, pair in (adapters or {}).items()}
+    xs = [x.float().requires_grad_() for x in xs]
+    weights = [weight.clone().requires_grad_() for _, weight in routes]
+    ys = [torch.zeros_like(x) for x in xs]
+
+    def product(name, roles, rows, e):
+        whole = torch.cat([leaves[e][role] for role in roles])
+        bias = [leaves[e][f"{role}_bias"] for role in roles if f"{role}_bias" in leaves[e]]
+        made = F.linear(rows, whole, torch.cat(bias) if bias else None)
+        return made if adapters is None else made + rows @ factors[name][0][e].t() @ factors[name][1][e].t()
+
+    for rank, (expert_TK, _) in enumerate(routes):
+        for e in range(len(experts)):
+            token, choice = torch.where(expert_TK == e)
+            pre = product("up", [role for role in ("gate", "up") if role in leaves[e]], xs[rank][token], e)
+            if case == "in_turn":
+                pre = torch.stack(pre.chunk(2, dim=1), dim=2).flatten(1)
+            y = product("down", ["down"], model.between(pre), e)
+            y = model.after(y) if hasattr(model, "scale") else y
+            ys[rank] = ys[rank].index_add(0, token, y * weights[rank][token, choice].unsqueeze(1))
+    torch.autograd.backward(ys, [g.float() for g in grads])
+
+    def grad(leaf):
+        return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+    return {"y": [y.detach() for y in ys], "x": [grad(x) for x in xs], "weight": [grad(w) for w in weights],
+            "experts": [{role: grad(leaf) for role, leaf in expert.items()} for expert in leaves],
+            "parameters": {name: grad(p) for name, p in model.named_parameters()},
+            "factors": {name: [grad(one) for one in pair] for name, pair in factors.items()}}
+
+
+def run_layer(recipe, case, adapted=False, stacked=True, device="cpu", fused=None, how=None, **kwargs):
+    """One rank: forward and backward of its tokens; everything as float32. `fused`: a formula that ExpertFFN runs."""
+    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    experts, xs, grads, routes = problem(world, "gelu" if case == "mlp" else "swiglu", **kwargs)
+    local = len(experts) // world
+    mine = slice(rank * local, (rank + 1) * local)
+    weights = {role: [e[role].to(device) for e in experts[mine]] for role in experts[0]}
+    weights = {role: torch.stack(one).requires_grad_() if stacked else [w.requires_grad_() for w in one]
+               for role, one in weights.items()}
+    adapters = {name: LowRank(*(one[mine].to(device).requires_grad_() for one in pair))
+                for name, pair in make_adapters(experts).items()} if adapted else None
+    x = xs[rank].to(device).requires_grad_()
+    expert_TK, weight = routes[rank][0].to(device), routes[rank][1].to(device).requires_grad_()
+    model = Model(case, x.shape[1], experts[0]["down"].shape[1]).to(device)
+    args = recipe, transport(world), local
+    ffn = OpenFFN(model.formula(), *args) if fused is None else ExpertFFN(formula(fused), *args)
+
+    def call(x, weight):
+        return ffn(x, Routes(expert_TK=expert_TK, weight_TK=weight, num_experts=len(experts)), weights,
+                   adapters=adapters)
+
+    if how in ("reentrant", "not reentrant"):
+        y = checkpoint(lambda *args: 1.0 * call(*args), x, weight, use_reentrant=how == "reentrant")
+    else:
+        y = call(x, weight)
+    y.backward(grads[rank].to(device))
+    expert_grads = [{role: (values.grad[e] if stacked else values[e].grad).float().cpu()
+                     for role, values in weights.items()} for e in range(local)]
+    return {"y": y.detach().float().cpu(), "x": x.grad.float().cpu(), "weight": weight.grad.cpu(),
+            "experts": expert_grads, "parameters": {name: p.grad.cpu() for name, p in model.named_parameters()},
+            "factors": {name: [one.grad.cpu() for one in pair] for name, pair in (adapters or {}).items()}}
+
+
+def decibels(results, case, adapted=False, **kwargs):
+    """The SQNR of the output and of each gradient beside plain float32."""
+    experts, xs, grads, routes = problem(len(results), "gelu" if case == "mlp" else "swiglu", **kwargs)
+    expected = reference(case, experts, xs, routes, grads, make_adapters(experts) if adapted else None)
+    found = compare(results, expected)
+    for name, grad in expected["parameters"].items():
+        found[name] = sqnr_db(grad, sum(result["parameters"][name] for result in results))
+    for name, pair in expected["factors"].items():
+        for letter, grad, ours in zip("AB", pair, zip(*(r["factors"][name] for r in results), strict=True),
+                                      strict=True):
+            found[f"{name} {letter}"] = sqnr_db(grad, torch.cat(ours))
+    return found
+
+
+def run(ranks, recipe, case, **kwargs):
+    return [run_layer(recipe, case, **kwargs)] if ranks is None else ranks.run(run_layer, recipe, case, **kwargs)
+
+
+def check(ranks, recipe, case, least, **kwargs):
+    results = run(ranks, recipe, case, **kwargs)
+    found = decibels(results, case, **{key: value for key, value in kwargs.items()
+                                       if key not in ("stacked", "device", "how")})
+    assert min(found.values()) >= least, found
+    return results
+
+
+def flat(result):
+    """All tensors of a result."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    return [one for part in (result.values() if isinstance(result, dict) else result) for one in flat(part)]
+
+
+CASES = ["silu", "softplus", "mlp", "in_turn", "in place", "normed", "hostile"]
+LEAST = 19  # dB beside plain float32, in MXFP8
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_plain_torch_without_quantisation(ranks2, case):
+    check(ranks2, BF16, case, 90, bias=case != "hostile", adapted=True)
+
+
+@pytest.mark.parametrize("recipe_name", ["hp-32", "mxfp8-128", "all-wires-mxfp8"])
+@pytest.mark.parametrize("case", ["in_turn", "mlp", "normed"])
+def test_in_mxfp8(ranks2, case, recipe_name):
+    check(ranks2, RECIPES[recipe_name], case, LEAST, bias=True, adapted=True, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("recipe_name", ["bf16", "hp-128"])
+def test_on_one_rank_and_on_four(ranks4, recipe_name):
+    for case in ("softplus", "normed"):
+        least = 90 if recipe_name == "bf16" else LEAST
+        check(None, RECIPES[recipe_name], case, least, stacked=False)
+        check(ranks4, RECIPES[recipe_name], case, least, top_k=4)
+
+
+@pytest.mark.parametrize("recipe_name", ["bf16", "hp-32"])
+@pytest.mark.parametrize("keys", [
+    {"routing": "dropped"}, {"routing": "one-expert"}, {"routing": "nowhere"}, {"tokens": (0, 20)},
+    {"tokens": (20, 0)}, {"tokens": (0, 0)}, {"tokens": (1, 129)}], ids=str)
+def test_padding_and_hard_routings(ranks2, keys, recipe_name):
+    """The hostile formula computes NaN in rows of zeros."""
+    for result in check(ranks2, RECIPES[recipe_name], "hostile", 60 if recipe_name == "bf16" else LEAST - 2, **keys):
+        assert all(one.isfinite().all() for one in flat(result))
+    if recipe_name == "bf16":
+        check(None, BF16, "hostile", 60, **keys)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("recipe_name", RECIPES)
+def test_is_as_exact_as_the_fused_kernels(ranks2, recipe_name, bias):
+    sizes = dict(hidden=256, ffn=512, tokens=(256, 192), num_experts=4, dtype=torch.bfloat16, bias=bias)
+    ours, fused = (run(ranks2, RECIPES[recipe_name], "silu", fused=name, **sizes) for name in (None, "swiglu"))
+    ours_db, fused_db = (decibels(results, "silu", **sizes) for results in (ours, fused))
+    # In bf16, torch rounds silu(gate), its product with up, and their gradients. Kernels do not.
+    slack = 3 if recipe_name == "bf16" else 1
+    assert all(ours_db[name] >= fused_db[name] - slack for name in fused_db), (ours_db, fused_db)
+    assert min(ours_db.values()) >= (43 if recipe_name == "bf16" else LEAST), ours_db
+
+
+@pytest.mark.parametrize("recipe_name", ["bf16-preactivation", "bf16"])
+def test_gives_the_numbers_of_the_fused_kernels(ranks2, recipe_name):
+    """In float32, where no value between the GEMMs is rounded on the way."""
+    sizes = dict(bias=True, adapted=True)
+    ours, fused = (run(ranks2, RECIPES[recipe_name], "silu", fused=name, **sizes) for name in (None, "swiglu"))
+    for one, other in zip(ours, fused, strict=True):
+        for name in ("y", "x", "weight"):
+            assert sqnr_db(other[name], one[name]) >= 45
+
+
+@pytest.mark.parametrize("recipe_name", ["hp-32", "mxfp8-128"])
+def test_every_way_to_run_gives_the_same_bits(ranks2, recipe_name):
+    """Twice, and with activation checkpointing of both kinds."""
+    for case in ("normed", "softplus"):
+        wanted = run(ranks2, RECIPES[recipe_name], case, bias=True)
+        for how in (None, "reentrant", "not reentrant"):
+            for one, other in zip(wanted, run(ranks2, RECIPES[recipe_name], case, bias=True, how=how), strict=True):
+                assert all(map(torch.equal, flat(one), flat(other)))
+
+
+# ---------------------------------------------------------------- one call
+
+
+def alone(case="normed", dtype=torch.bfloat16, trained=True, **keys):
+    """A model's formula and its parameters, tokens, gradient, routes and weights of a rank that has all experts."""
+    experts, (x, ), (g, ), ((expert_TK, weight_TK), ) = problem(1, "swiglu", dtype=dtype, **keys)
+    weights = {role: torch.nn.Parameter(torch.stack([e[role] for e in experts]), requires_grad=trained)
+               for role in experts[0]}
+    model = Model(case)
+    return (model.formula(), [*model.parameters()], x.requires_grad_(), g,
+            Routes(expert_TK=expert_TK, weight_TK=weight_TK.requires_grad_(), num_experts=len(experts)), weights)
+
+
+def test_without_gradients_the_output_is_the_same_and_nothing_is_kept():
+    formula_, parameters, x, _, routes, weights = alone()
+    seen = []
+
+    class Watching(Local):
+
+        def dispatch(self, *args, **keys):
+            rows = super().dispatch(*args, **keys)
+            seen.append(weakref.ref(rows[0].qdata))
+            return rows
+
+        def combine(self, *args, **keys):
+            seen.append(seen.pop()() is not None)
+            return super().combine(*args, **keys)
+
+    ffn = OpenFFN(formula_, RECIPES["hp-32"], Watching(), 8)
+    wanted = ffn(x, routes, weights)
+    for without in (torch.no_grad, torch.inference_mode):
+        with without():
+            assert torch.equal(ffn(x, routes, weights), wanted)
+    assert wanted.requires_grad and seen == [True, False, False]
+
+
+@pytest.mark.parametrize("case", ["normed", "softplus"])
+def test_autocast(case):
+    """Tokens, weights and norm are float32. The model's code runs under autocast, which casts as for any module."""
+    formula_, parameters, x, g, routes, weights = alone(case, dtype=torch.float32, bias=True)
+    inside = []
+    leaves = [x, routes.weight_TK, *parameters, *weights.values()]
+
+    def between(pre):
+        inside.append((pre.dtype, torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
+        return formula_.between(pre)
+
+    def gradients(context, x):
+        with context:
+            y = OpenFFN(OpenFormula(between, formula_.after), RECIPES["hp-32"], Local(), 8)(x, routes, weights)
+            return [y, *torch.autograd.grad(y, leaves, g.to(y.dtype))]
+
+    got = gradients(torch.autocast("cpu", torch.bfloat16), x)
+    wanted = gradients(nullcontext(), x.bfloat16())
+    assert inside == [(torch.bfloat16, True, torch.bfloat16), (torch.bfloat16, False, torch.bfloat16)]
+    assert got[0].dtype == torch.bfloat16
+    for leaf, one, other in zip([got[0], *leaves], got, wanted, strict=True):
+        assert one.dtype == leaf.dtype and sqnr_db(other, one) >= 30
+
+
+@pytest.mark.parametrize("case", ["normed", "softplus"])
+def test_a_routing_weight_of_zero_gets_its_gradient(case):
+    formula_, _, x, g, routes, weights = alone(case, dtype=torch.float32)
+    with torch.no_grad():
+        routes.weight_TK[:, 0] = 0
+
+    def run(weight_TK):
+        made = Routes(expert_TK=routes.expert_TK, weight_TK=weight_TK, num_experts=8)
+        return OpenFFN(formula_, BF16, Local(), 8)(x, made, weights)
+
+    grad, = torch.autograd.grad(run(routes.weight_TK), [routes.weight_TK], g)
+    tangent = torch.zeros_like(grad)
+    tangent[:, 0] = 1.0
+    with torch.no_grad():
+        slope = ((run(routes.weight_TK + tangent) - run(routes.weight_TK)) * g).sum(1)
+    assert sqnr_db(slope, grad[:, 0]) >= 90 and (grad[:, 0] != 0).all()
+
+
+def calls(frozen, recipe_name, case, count=2, **keys):
+    formula_, parameters, x, g, routes, weights = alone(case, trained=False, **keys)
+    held = None
+    if frozen:
+        held = FrozenWeights(8, HIDDEN, FFN, torch.bfloat16, "cpu")
+        for e in range(8):
+            held.put(e, weights["gate"][e], weights["down"][e], weights["up"][e], "rceil")
+    factors = {name: [one.bfloat16().requires_grad_() for one in pair] for name, pair in make_adapters(
+        [{role: value[e] for role, value in weights.items()} for e in range(8)]).items()}
+    ffn, found = OpenFFN(formula_, RECIPES[recipe_name], Local(), 8), []
+    for _ in range(count):
+        y = ffn(x, routes, {} if frozen else weights, adapters={n: LowRank(*pair) for n, pair in factors.items()},
+                frozen=held)
+        leaves = [x, routes.weight_TK, *parameters, *(one for pair in factors.values() for one in pair)]
+        found += [y.detach(), *torch.autograd.grad(y, leaves, g)]
+    return found
+
+
+@pytest.mark.parametrize("recipe_name, case, keys", [
+    ("hp-128", "normed", {}), ("mxfp8-128", "softplus", {}), ("hp-128", "normed", {"routing": "nowhere"}),
+    ("hp-128", "softplus", {"tokens": (0, )})], ids=str)
+def test_frozen_weights_give_the_bits_of_kept_ones(recipe_name, case, keys):
+    with mock.patch("ds_mxfp8_moe.ffn.expert_math.grouped_mm_wgrad_rows") as wgrad:
+        held, kept = (calls(frozen, recipe_name, case, **keys) for frozen in (True, False))
+    assert all(map(torch.equal, held, kept)) and not wgrad.called
+
+
+def test_calls_share_quantised_weights(monkeypatch):
+    formula_, _, x, g, routes, weights = alone()
+    quantize_weights, steps = casts.quantize_weights, []
+
+    def quantize(stacks, block_size, scaling_mode, transposed=False):
+        steps.append("dgrad" if transposed else "forward")
+        return quantize_weights(stacks, block_size, scaling_mode, transposed)
+
+    monkeypatch.setattr(casts, "quantize_weights", quantize)
+    leaves = [x, routes.weight_TK, *weights.values()]
+
+    def run(kept, fewest=0):
+        ffn, steps[:] = OpenFFN(formula_, RECIPES["hp-32"], Local(), 8, fewest, kept=kept), []
+        y = ffn(x, routes, weights)
+        return [y, *torch.autograd.grad(y, leaves, g)]
+
+    kept = KeptWeights()
+    wanted = run(None)
+    assert steps == ["forward", "forward", "dgrad", "dgrad"]
+    for expected in (["forward", "forward", "dgrad", "dgrad"], []):
+        assert all(map(torch.equal, run(kept), wanted)) and steps == expected
+    with torch.no_grad():
+        weights["up"].mul_(2)
+    assert not torch.equal(run(kept)[0], wanted[0]) and len(steps) == 4
+    run(kept, fewest=1e6)  # which runs unquantised
+    assert not steps
+
+
+def test_few_tokens_run_unquantised(ranks2):
+    formula_, _, x, _, routes, weights = alone(tokens=(50, ))
+    few, many = (OpenFFN(formula_, RECIPES["hp-32"], Local(), 8, fewest)(x, routes, weights) for fewest in (13, 12))
+    assert torch.equal(few, OpenFFN(formula_, BF16, Local(), 8)(x, routes, weights)) and not torch.equal(few, many)
+
+
+@pytest.mark.slow
+def test_compiled_autograd_breaks_its_graph_at_each_backward():
+    from torch._dynamo import compiled_autograd
+    formula_, parameters, x, g, routes, weights = alone(bias=True)
+    ffn, leaves = OpenFFN(formula_, RECIPES["hp-32"], Local(), 8), [routes.weight_TK, *parameters, *weights.values()]
+
+    def gradients(context):
+        for leaf in leaves:
+            leaf.grad = None
+        x_TH = x.detach().clone().requires_grad_()
+        y = ffn(2 * x_TH, routes, weights)
+        with context:
+            y.backward(g)
+        return [x_TH.grad, *(leaf.grad for leaf in leaves)]
+
+    plain = gradients(nullcontext())
+    compiled = gradients(compiled_autograd._enable(torch.compile(backend="eager")))
+    assert all(map(torch.equal, plain, compiled))
+
+
+def test_a_second_derivative_is_refused():
+    formula_, _, x, _, routes, weights = alone()
+    y = OpenFFN(formula_, BF16, Local(), 8, name="layer 3")(x, routes, weights)
+    with pytest.raises(RuntimeError, match="layer 3 has no second derivative"):
+        torch.autograd.grad(y.sum(), [x], create_graph=True)
