@@ -12,13 +12,13 @@ from typing import NamedTuple
 import torch
 
 from ..ops.device import runs_triton
-from .formula import ACTIVATIONS, SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT, up_value
+from .formula import Activation
 from .mx import MXTensor, parts_of, quantize
 
 
-def _silu_slope(x):
-    s = torch.sigmoid(x)
-    return s * (1 + x * (1 - s))
+def _silu_slope(x, alpha=1.0):
+    s = torch.sigmoid(alpha * x)
+    return s * (1 + alpha * x * (1 - s))
 
 
 def _gelu_slope(x):
@@ -31,19 +31,14 @@ def _gelu_tanh_slope(x):
     return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * c * (1 + 3 * 0.044715 * x * x)
 
 
-def _swiglu_oai_slope(x):
-    c = x.clamp(max=SWIGLU_OAI_LIMIT)
-    s = torch.sigmoid(SWIGLU_OAI_ALPHA * c)
-    return torch.where(x > SWIGLU_OAI_LIMIT, 0.0, s * (1 + SWIGLU_OAI_ALPHA * c * (1 - s)))
-
-
 # Derivatives of formula.ACTIVATIONS. They take float32.
-SLOPES: dict[str, Callable] = {
+SLOPES: dict[str, Callable[..., torch.Tensor]] = {
     "relu": lambda x: torch.where(x <= 0, 0.0, 1.0),
+    "relu_squared": lambda x: torch.where(x <= 0, 0.0, 2 * x),
     "gelu": _gelu_slope,
     "gelu_tanh": _gelu_tanh_slope,
     "silu": _silu_slope,
-    "swiglu_oai": _swiglu_oai_slope,
+    "swiglu_oai": _silu_slope,
 }
 
 
@@ -76,28 +71,36 @@ def _halves(pre_PG: torch.Tensor, layout: str) -> tuple:
     return (other, one) if layout == "up_gate" else (one, other)
 
 
-def _activated(pre_PG: torch.Tensor, activation: str, layout: str) -> torch.Tensor:
-    value = ACTIVATIONS[activation]
+def _activated(pre_PG: torch.Tensor, act: Activation, layout: str) -> torch.Tensor:
     if layout == "mlp":
-        return value(pre_PG.float())
+        return act.of_gate(pre_PG.float())
     gate_PF, up_PF = _halves(pre_PG, layout)
-    return value(gate_PF) * up_value(up_PF, activation)
+    return act.of_gate(gate_PF) * act.of_up(up_PF)
 
 
-def _up_slope(value_PF: torch.Tensor, up_PF: torch.Tensor, activation: str) -> torch.Tensor:
-    """value_PF times the slope of `up_value`."""
-    return torch.where(up_PF.abs() > SWIGLU_OAI_LIMIT, 0.0, value_PF) if activation == "swiglu_oai" else value_PF
+def _slope(gate_PF: torch.Tensor, act: Activation) -> torch.Tensor:
+    """The derivative of `act.of_gate`."""
+    slope = SLOPES[act.name]
+    clamped = gate_PF if act.limit is None else gate_PF.clamp(max=act.limit)
+    slope_PF = slope(clamped) if act.alpha is None else slope(clamped, act.alpha)
+    return slope_PF if act.limit is None else torch.where(gate_PF > act.limit, 0.0, slope_PF)
+
+
+def _up_slope(value_PF: torch.Tensor, up_PF: torch.Tensor, act: Activation) -> torch.Tensor:
+    """value_PF times the derivative of `act.of_up`."""
+    return value_PF if act.limit is None else torch.where(up_PF.abs() > act.limit, 0.0, value_PF)
 
 
 def activate(pre_PG: torch.Tensor, weight_P: torch.Tensor, activation: str, layout: str, block_size: int,
-             scaling_mode: str, *, quantized: bool, keep: bool, bias_EG: torch.Tensor | None = None,
-             ends_E: torch.Tensor | None = None) -> tuple:
+             scaling_mode: str, *, quantized: bool, keep: bool, alpha: float | None = None,
+             limit: float | None = None, bias_EG: torch.Tensor | None = None, ends_E: torch.Tensor | None = None
+             ) -> tuple:
     """h = weight * act(pre + bias), and the pre-activation kept for backward.
 
     Args:
         pre_PG: bf16, fp16 or fp32: the result of the first grouped GEMM.
         weight_P: float32 routing weights, 0 in padding rows.
-        activation: a key of ACTIVATIONS.
+        activation, alpha, limit: see formula.Activation.
         layout: "mlp", "gate_up" or "up_gate": the order of pre's columns.
         quantized: return h as an MXTensor. Otherwise h is a plain tensor of pre's dtype.
         keep: also return pre + bias in MXFP8, with no block across gate and up.
@@ -109,10 +112,10 @@ def activate(pre_PG: torch.Tensor, weight_P: torch.Tensor, activation: str, layo
     if runs_triton(pre_PG):
         from ..ops.triton_kernels import activation as kernels
         h, kept = kernels.activate(pre_PG, weight_P, activation, layout, block_size, scaling_mode, quantize=quantized,
-                                   keep=keep, bias_EG=bias_EG, ends_E=ends_E)
+                                   keep=keep, alpha=alpha, limit=limit, bias_EG=bias_EG, ends_E=ends_E)
         return MXTensor.of(h, pre_PG.dtype) if quantized else h, MXTensor.of(kept, pre_PG.dtype) if keep else None
     pre_PG = _with_bias(pre_PG, bias_EG, ends_E)
-    h_PF = _activated(pre_PG, activation, layout) * weight_P.unsqueeze(1)
+    h_PF = _activated(pre_PG, Activation(activation, alpha, limit), layout) * weight_P.unsqueeze(1)
     if quantized:
         h_PF = MXTensor.of(quantize(h_PF, block_size, scaling_mode).parts, pre_PG.dtype)
     else:
@@ -131,8 +134,8 @@ def _with_bias(pre_PG, bias_EG, ends_E) -> torch.Tensor:
 
 def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor, weight_P: torch.Tensor, activation: str, layout: str,
                       block_size: int, scaling_mode: str, *, plain: bool = False, rows: bool = False,
-                      columns: bool = False, bias_EG: torch.Tensor | None = None,
-                      ends_E: torch.Tensor | None = None) -> Gradients:
+                      columns: bool = False, alpha: float | None = None, limit: float | None = None,
+                      bias_EG: torch.Tensor | None = None, ends_E: torch.Tensor | None = None) -> Gradients:
     """The gradients of `activate`: of the routing weights, and of pre in the forms that are asked for.
 
     Args:
@@ -144,21 +147,20 @@ def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor, weight_P: torch.Te
         from ..ops.triton_kernels import activation as kernels
         dweight_P, dpre, *forms = kernels.activate_backward(
             t_PF, parts_of(kept), weight_P, activation, layout, block_size, scaling_mode, plain=plain, rows=rows,
-            columns=columns, bias_EG=bias_EG, ends_E=ends_E)
+            columns=columns, alpha=alpha, limit=limit, bias_EG=bias_EG, ends_E=ends_E)
         return Gradients(dweight_P, dpre, *(MXTensor.of(form, t_PF.dtype) if form else None for form in forms))
     if isinstance(kept, MXTensor):
         pre_PG = kept.dequantize(torch.float32).flatten(-2)
     else:
         pre_PG = _with_bias(kept, bias_EG, ends_E)
-    value, slope, t = ACTIVATIONS[activation], SLOPES[activation], t_PF.float()
-    dweight_P = (t * _activated(pre_PG, activation, layout)).sum(-1)
+    act, t = Activation(activation, alpha, limit), t_PF.float()
+    dweight_P = (t * _activated(pre_PG, act, layout)).sum(-1)
     t = t * weight_P.unsqueeze(1)
     if layout == "mlp":
-        dpre = t * slope(pre_PG.float())
+        dpre = t * _slope(pre_PG.float(), act)
     else:
         gate_PF, up_PF = _halves(pre_PG, layout)
-        halves = [t * up_value(up_PF, activation) * slope(gate_PF),
-                  t * _up_slope(value(gate_PF), up_PF, activation)]
+        halves = [t * act.of_up(up_PF) * _slope(gate_PF, act), t * _up_slope(act.of_gate(gate_PF), up_PF, act)]
         dpre = torch.cat(halves[::-1] if layout == "up_gate" else halves, dim=-1)
     forms = (MXTensor.of(quantize(x, block_size, scaling_mode).parts, t_PF.dtype) if wanted else None
              for x, wanted in ((dpre, rows), (dpre.t(), columns)))

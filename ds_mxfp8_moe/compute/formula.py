@@ -7,10 +7,13 @@ A user's expert is any nn.Module. It may take the MXFP8 path only if it computes
     mlp      y = act(x W1^T + b1) W2^T + b2
     gated    y = (act(x Wg^T + bg) * up(x Wu^T + bu)) W2^T + b2     Wg and Wu apart, or packed into one [2F, H] weight
 
-with weights in nn.Linear's layout [out, in] and every bias optional. recognise.py decides which one. up(v) is v, but
-for the activation swiglu_oai (gpt-oss, MiniMax-M3), which clamps both sides:
+with weights in nn.Linear's layout [out, in] and every bias optional. recognise.py decides which one. up(v) is v. Only
+the activation swiglu_oai (gpt-oss, MiniMax-M3) has another:
 
-    act(v) = c sigmoid(1.702 c) with c = min(v, 7)        up(v) = min(max(v, -7), 7) + 1
+    act(v) = v sigmoid(alpha v)        up(v) = v + 1
+
+With a limit, as in gpt-oss and DeepSeek-V4, act(v) becomes act(min(v, limit)), and up(v) becomes up(c) with v clamped
+to c = min(max(v, -limit), limit).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +25,6 @@ import torch.nn.functional as F
 from torch import nn
 
 ROLES = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
-SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT = 1.702, 7.0
 
 
 def _at_most(x: torch.Tensor, limit: float) -> torch.Tensor:
@@ -33,14 +35,50 @@ def _at_most(x: torch.Tensor, limit: float) -> torch.Tensor:
     return torch.where(x > limit, limit, x)
 
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+# act(v) without a limit. swiglu_oai takes alpha as well.
+ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "relu": F.relu,
+    "relu_squared": lambda x: F.relu(x).square(),
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "silu": F.silu,
-    "swiglu_oai": lambda x: (c := _at_most(x, SWIGLU_OAI_LIMIT)) * torch.sigmoid(SWIGLU_OAI_ALPHA * c),
+    "swiglu_oai": lambda x, alpha: x * torch.sigmoid(alpha * x),
 }
 GATED_ONLY = ("swiglu_oai", )  # activations that only kind gated has
+
+
+class Activation(NamedTuple):
+    """act and up of a formula.
+
+    Attributes:
+        name: a key of ACTIVATIONS; None for kind linear.
+        alpha: the factor inside the sigmoid of swiglu_oai; None for other activations.
+        limit: where gate and up are clamped; None without a clamp.
+    """
+
+    name: str | None
+    alpha: float | None = None
+    limit: float | None = None
+
+    def of_gate(self, gate: torch.Tensor) -> torch.Tensor:
+        """act(gate)."""
+        if self.limit is not None:
+            gate = _at_most(gate, self.limit)
+        act = ACTIVATIONS[self.name]
+        return act(gate) if self.alpha is None else act(gate, self.alpha)
+
+    def of_up(self, up: torch.Tensor) -> torch.Tensor:
+        """up(up), the factor of act(gate)."""
+        if self.limit is not None:
+            up = -_at_most(-_at_most(up, self.limit), self.limit)
+        return up + 1 if self.name == "swiglu_oai" else up
+
+    def __str__(self) -> str:
+        constants = {"alpha": self.alpha, "limit": self.limit}
+        return ", ".join([self.name, *(f"{name} {x:g}" for name, x in constants.items() if x is not None)])
+
+
+SWIGLU_OAI = Activation("swiglu_oai", 1.702, 7.0)  # gpt-oss'
 IN_TURN = "_in_turn"
 PACKED = ("gate_up", "up_gate", f"gate_up{IN_TURN}", f"up_gate{IN_TURN}")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -56,7 +94,8 @@ class ExpertFormula:
 
     Attributes:
         kind: "linear", "mlp" or "gated". The formulas are at the top of this file.
-        activation: "relu", "gelu", "gelu_tanh", "silu", "swiglu_oai" (kind gated), or None for kind linear.
+        activation: "relu", "relu_squared", "gelu", "gelu_tanh", "silu", "swiglu_oai" (kind gated), or None for kind
+            linear.
         hidden_size: H, width of input and output.
         ffn_size: F, width between the projections; H for kind linear.
         gate, up, down: dotted names, inside one expert, of the weights [F, H], [F, H], [H, F]. A linear expert has
@@ -64,6 +103,7 @@ class ExpertFormula:
         gate_bias, up_bias, down_bias: names of the biases [F], [F] (packed: [2F]), [H].
         packed: "none", or the order of the halves of a packed `up`: "gate_up" or "up_gate". With the ending
             "_in_turn", its rows take turns instead, first one of gate and then one of up, or the reverse.
+        alpha, limit: constants of the activation, see Activation.
     """
 
     kind: str
@@ -77,6 +117,17 @@ class ExpertFormula:
     up_bias: str | None = None
     down_bias: str | None = None
     packed: str = "none"
+    alpha: float | None = None
+    limit: float | None = None
+
+    @property
+    def act(self) -> Activation:
+        """The activation with its constants."""
+        return Activation(self.activation, self.alpha, self.limit)
+
+    def with_act(self, act: Activation) -> "ExpertFormula":
+        """This formula with another activation."""
+        return replace(self, activation=act.name, alpha=act.alpha, limit=act.limit)
 
     @property
     def in_turn(self) -> bool:
@@ -100,7 +151,7 @@ class ExpertFormula:
         return {role: all_shapes[role] for role in self.names()}
 
     def __str__(self) -> str:
-        act = f"({self.activation})" if self.activation else ""
+        act = f"({self.act})" if self.activation else ""
         packed = "" if self.packed == "none" else f" packed as {self.packed}"
         roles = ", ".join(f"{role}={name}" for role, name in self.names().items() if not role.endswith("_bias"))
         return f"{self.kind}{act}{packed} with {roles}"
@@ -116,11 +167,6 @@ class LowRank(NamedTuple):
 
     a_ERK: torch.Tensor
     b_ENR: torch.Tensor
-
-
-def up_value(up: torch.Tensor, activation: str) -> torch.Tensor:
-    """What a gated expert multiplies act(gate) by."""
-    return -_at_most(-_at_most(up, SWIGLU_OAI_LIMIT), SWIGLU_OAI_LIMIT) + 1 if activation == "swiglu_oai" else up
 
 
 def evaluate(formula: ExpertFormula, x: torch.Tensor, params: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -141,15 +187,15 @@ def evaluate(formula: ExpertFormula, x: torch.Tensor, params: Mapping[str, torch
     up = project("up", x)
     if formula.kind == "linear":
         return up
-    act = ACTIVATIONS[formula.activation]
+    act = formula.act
     if formula.kind == "mlp":
-        hidden = act(up)
+        hidden = act.of_gate(up)
     elif formula.packed == "none":
-        hidden = act(project("gate", x)) * up_value(up, formula.activation)
+        hidden = act.of_gate(project("gate", x)) * act.of_up(up)
     else:
         first, second = (up[..., 0::2], up[..., 1::2]) if formula.in_turn else up.chunk(2, dim=-1)
         gate, up = (first, second) if formula.packed.startswith("gate_up") else (second, first)
-        hidden = act(gate) * up_value(up, formula.activation)
+        hidden = act.of_gate(gate) * act.of_up(up)
     return project("down", hidden)
 
 

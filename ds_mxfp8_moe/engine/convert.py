@@ -18,9 +18,10 @@ from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
 from ..compute.crossover import min_tokens_per_expert
-from ..compute.formula import DTYPES, SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT, ExpertFormula, ExpertWeights, NotRecognised
+from ..compute.formula import DTYPES, Activation, ExpertFormula, ExpertWeights, NotRecognised
 from ..config import ConfigError, MXFP8MoEConfig, Recipe, current_device, resolve
 from ..ffn.expert_ffn import unquantized
+from ..layers.activation_proof import activation_of
 from ..layers.autoep import CONVERTED_EXPERTS, MXFP8AutoEPMoELayer
 from ..layers.classic import LayerSettings, MoE, MXFP8MOELayer
 from ..layers.experts import ExpertBlock, MXFP8Experts
@@ -31,7 +32,9 @@ from ..layers.recognise import ExpertsAtConversion, foreign_code, recognise
 from ..layers.stacked import shape_of
 from ..ops.private_names import missing
 
-AUTOEP_ACTIVATIONS = {"swiglu": "silu", "geglu_tanh": "gelu_tanh", "swiglu_oai": "swiglu_oai"}
+# DeepSpeed's names of activations: ours, and which of its constants a layer's activation has.
+AUTOEP_ACTIVATIONS = {"swiglu": ("silu", ()), "geglu_tanh": ("gelu_tanh", ()), "swiglu_clamped": ("silu", ("limit", )),
+                      "swiglu_oai": ("swiglu_oai", ("alpha", "limit"))}
 LEFT_OUT, SWITCHED_OFF = "left out by 'include' and 'exclude'", "'enabled' is false"  # reasons in a LayerReport
 
 
@@ -171,28 +174,16 @@ def _convert_experts(name: str, experts: MXFP8Experts, config: MXFP8MoEConfig, r
 
 def stacked_formula(experts: MXFP8Experts) -> ExpertFormula:
     """The formula of a block's experts. Its activation is None where none of our kernels computes their function."""
+    activation = activation_of(experts) or Activation(None)
     frozen, up = frozen_of(experts), experts.layout.up
     if frozen is not None:
         _, hidden_size, ffn_size = frozen.down_data.shape
     else:
         _, hidden_size, ffn_size = shape_of(experts.w2)
     biases = {"gate_bias": f"{up}_bias", "up_bias": f"{up}_bias", "down_bias": "down_proj_bias"}
-    return ExpertFormula("gated" if experts.has_gate else "mlp", _activation(experts), hidden_size, ffn_size,
-                         gate="w1", up="w3", down="w2", **(biases if experts.has_bias else {}))
-
-
-def _activation(experts):
-    from ..compute.formula import ACTIVATIONS, GATED_ONLY, up_value
-    x = torch.randn(64, 64) * 4
-    for name, act in ACTIVATIONS.items():
-        if experts.has_gate:
-            g, u = x.chunk(2, dim=-1)
-            pre = x if experts.is_concatenated else torch.stack([g, u], -1).flatten(1)
-            if torch.allclose(experts._apply_gate(pre), act(g) * up_value(u, name), atol=1e-4):
-                return name
-        elif name not in GATED_ONLY and torch.allclose(experts.act_fn(x), act(x), atol=1e-4):
-            return name
-    return None
+    formula = ExpertFormula("gated" if experts.has_gate else "mlp", None, hidden_size, ffn_size, gate="w1", up="w3",
+                            down="w2", **(biases if experts.has_bias else {}))
+    return formula.with_act(activation)
 
 
 _MXFP8_ALONE = ("holds its frozen experts in MXFP8 alone, which nothing but an MXFP8 recipe computes. Make the engine "
@@ -306,10 +297,7 @@ def autoep_formula(layer: AutoEPMoELayer, shared: dict) -> ExpertFormula:
     if experts.activation not in AUTOEP_ACTIVATIONS:
         raise NotRecognised(f"its experts' activation is {experts.activation}; recognised are "
                             f"{', '.join(AUTOEP_ACTIVATIONS)}")
-    constants = experts.activation_alpha, experts.activation_limit
-    if experts.activation == "swiglu_oai" and constants != (SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT):
-        raise NotRecognised(f"its experts' swiglu_oai has alpha {constants[0]} and limit {constants[1]}; recognised "
-                            f"are {SWIGLU_OAI_ALPHA} and {SWIGLU_OAI_LIMIT}")
+    activation, constants = AUTOEP_ACTIVATIONS[experts.activation]
     for name, parameter in experts.named_parameters():
         if parameter in shared:
             raise NotRecognised(f"parameter {name} of its experts is shared with {shared[parameter]}")
@@ -326,5 +314,5 @@ def autoep_formula(layer: AutoEPMoELayer, shared: dict) -> ExpertFormula:
     biases = {}
     if hasattr(layer, "expert_biases"):
         biases = {f"{role}_bias": f"expert_biases.{role}" for role in ("gate", "up", "down")}
-    return ExpertFormula("gated", AUTOEP_ACTIVATIONS[experts.activation], hidden_size, ffn_size, gate="w1", up="w3",
-                         down="w2", **biases)
+    return ExpertFormula("gated", activation, hidden_size, ffn_size, gate="w1", up="w3", down="w2", **biases,
+                         **{name: float(getattr(experts, f"activation_{name}")) for name in constants})

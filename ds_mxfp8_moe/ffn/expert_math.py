@@ -491,8 +491,9 @@ class ExpertMath:
     def activation(self) -> dict:
         formula = self.formula
         layout = "mlp" if formula.kind != "gated" else "gate_up" if formula.packed == "none" else formula.packed
-        return {"activation": formula.activation, "layout": layout, "block_size": self.recipe.block_size,
-                "scaling_mode": self.recipe.scaling_mode, "bias_EG": self.up_bias_EG, "ends_E": self.plan.group_ends_E}
+        return {"activation": formula.activation, "alpha": formula.alpha, "limit": formula.limit, "layout": layout,
+                "block_size": self.recipe.block_size, "scaling_mode": self.recipe.scaling_mode,
+                "bias_EG": self.up_bias_EG, "ends_E": self.plan.group_ends_E}
 
 
 def in_float32(x: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from torch import nn
 from ..compute.formula import ExpertFormula, NotRecognised, evaluate
 
 # float32 stays below 1e-6 in any order of operations. gelu and its tanh form differ by 2e-4 on these rows.
-_TOLERANCE = 2e-5
+TOLERANCE = 2e-5
 # The sizes of the rows. A clamp shows only on the large ones.
 _ROW_SCALES = (1, 1, 1, 1, 1, 1, 1, 1, 1e-2, 10, 100, 1e5)
 
@@ -34,7 +34,7 @@ def prove(expert: nn.Module, candidates: Sequence[ExpertFormula]) -> ExpertFormu
     # Sizes that are equal stay equal.
     small_ffn = 96 if ffn == hidden else 48 if 2 * ffn == hidden else 160
     small = {hidden: 96, ffn: small_ffn, 2 * ffn: 2 * small_ffn}
-    with _isolated():
+    with isolated():
         for sizes in (small, {}):
             try:
                 return _compare(expert, candidates, sizes)
@@ -47,7 +47,7 @@ def prove(expert: nn.Module, candidates: Sequence[ExpertFormula]) -> ExpertFormu
 
 
 @contextmanager
-def _isolated() -> Iterator[None]:
+def isolated() -> Iterator[None]:
     """Keeps the caller's modes out of the run, and the run out of torch's random state."""
     mkldnn, threads = torch.backends.mkldnn, torch.get_num_threads()
     # oneDNN may round float32 products to bf16 or tf32 after torch.set_float32_matmul_precision().
@@ -83,17 +83,17 @@ def _compare(expert: nn.Module, candidates: Sequence[ExpertFormula], sizes: Mapp
     clone = _copy(expert, params, sizes)
     with torch.no_grad():
         y = _run(clone.eval(), x.clone())
-        errors = [_error(y, evaluate(candidate, x, params), by_row=True) for candidate in candidates]
+        errors = [relative_error(y, evaluate(candidate, x, params), by_row=True) for candidate in candidates]
     error, formula = min(zip(errors, candidates, strict=True), key=itemgetter(0))
-    if not error <= _TOLERANCE:
+    if not error <= TOLERANCE:
         raise NotRecognised(f"the output differs from the nearest recognised formula, {formula} (relative error "
                             f"{error:.1g}): another activation or none, a residual connection, a "
                             "scale?")
     expected = _differentiate(lambda x: evaluate(formula, x, params), params, x, upstream)
     actual = _differentiate(clone.train(), params, x, upstream)
     for name, value in expected.items():
-        error = _error(actual[name], value, by_row=name in ("output", "gradient of its input"))
-        if not error <= _TOLERANCE:
+        error = relative_error(actual[name], value, by_row=name in ("output", "gradient of its input"))
+        if not error <= TOLERANCE:
             reason = "dropout?" if name == "output" else "detach() or a custom backward inside?"
             raise NotRecognised(f"in training mode the {name} differs from {formula} (relative error {error:.1g}): "
                                 f"{reason}")
@@ -136,7 +136,7 @@ def _differentiate(fn: Callable, params: Mapping[str, nn.Parameter], x: torch.Te
     return {"output": y.detach(), "gradient of its input": x.grad, **gradients}
 
 
-def _error(actual: torch.Tensor | None, expected: torch.Tensor, by_row: bool) -> float:
+def relative_error(actual: torch.Tensor | None, expected: torch.Tensor, by_row: bool) -> float:
     """|actual - expected| / |expected|. `by_row`: the largest among the rows, which are the last axis."""
     if actual is None:
         return float("inf")

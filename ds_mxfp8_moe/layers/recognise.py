@@ -12,7 +12,16 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ..compute.formula import ACTIVATIONS, DTYPES, GATED_ONLY, PACKED, ExpertFormula, NotRecognised
+from ..compute.formula import (
+    ACTIVATIONS,
+    DTYPES,
+    GATED_ONLY,
+    PACKED,
+    SWIGLU_OAI,
+    Activation,
+    ExpertFormula,
+    NotRecognised,
+)
 from .proof import prove
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -24,7 +33,8 @@ _registered: dict[type, ExpertFormula] = {}
 
 def register_expert(cls: type[nn.Module], *, kind: str, activation: str | None = None, up: str,
                     gate: str | None = None, down: str | None = None, gate_bias: str | None = None,
-                    up_bias: str | None = None, down_bias: str | None = None, packed: str = "none") -> None:
+                    up_bias: str | None = None, down_bias: str | None = None, packed: str = "none",
+                    alpha: float | None = None, limit: float | None = None) -> None:
     """Says which formula the experts of a class compute, for classes that hold weights outside of plain nn.Linears.
 
     The weights may be plain nn.Parameters, or belong to subclasses of nn.Linear. A registration holds for exactly this
@@ -36,10 +46,11 @@ def register_expert(cls: type[nn.Module], *, kind: str, activation: str | None =
         kind, activation, packed: see ExpertFormula.
         up, gate, down, gate_bias, up_bias, down_bias: dotted parameter names inside one expert; weights are
             [out, in], as in nn.Linear. Every parameter of the expert must be named.
+        alpha, limit: constants of the activation, see Activation. Without both, swiglu_oai has gpt-oss' constants.
 
     Raises:
         TypeError: cls is no nn.Module class.
-        ValueError: kind, activation, packed and the named roles don't fit together.
+        ValueError: kind, activation, its constants, packed and the named roles don't fit together.
     """
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise TypeError(f"register_expert: expected a class derived from torch.nn.Module, got {cls!r}")
@@ -51,22 +62,28 @@ def register_expert(cls: type[nn.Module], *, kind: str, activation: str | None =
                "gated": {"gate", "up", "down"} if packed == "none" else {"up", "down"}}
     if kind not in weights:
         raise ValueError(f"register_expert: kind={kind!r}; expected one of {', '.join(weights)}")
-    if activation not in _activations(kind):
-        expected = "None" if kind == "linear" else "one of " + ", ".join(_activations(kind))
+    names = [act.name for act in _activations(kind)]
+    if activation not in names:
+        expected = "None" if kind == "linear" else "one of " + ", ".join(names)
         raise ValueError(f"register_expert: activation={activation!r} with kind {kind!r}; expected {expected}")
+    if activation in GATED_ONLY and alpha is limit is None:
+        alpha, limit = SWIGLU_OAI.alpha, SWIGLU_OAI.limit
+    if (alpha is not None) != (activation in GATED_ONLY) or (limit is not None and kind != "gated"):
+        raise ValueError(f"register_expert: alpha={alpha} and limit={limit} with kind {kind!r} and activation="
+                         f"{activation!r}; only {', '.join(GATED_ONLY)} has an alpha, and only kind 'gated' a limit")
     given = {role for role in formula.names() if not role.endswith("_bias")}
     biases = {role.removesuffix("_bias") for role in formula.names()} - given
     if given != weights[kind] or biases:
         raise ValueError(f"register_expert: kind {kind!r} with packed={packed!r} names the weights "
                          f"{sorted(weights[kind])} and biases of these; got {sorted(formula.names())}")
-    _registered[cls] = formula
+    _registered[cls] = replace(formula, alpha=alpha, limit=limit)
 
 
-def _activations(kind: str) -> list[str | None]:
+def _activations(kind: str) -> list[Activation]:
     """The activations that a kind may have."""
     if kind == "linear":
-        return [None]
-    return [act for act in ACTIVATIONS if kind == "gated" or act not in GATED_ONLY]
+        return [Activation(None)]
+    return [*(Activation(name) for name in ACTIVATIONS if name not in GATED_ONLY), *[SWIGLU_OAI] * (kind == "gated")]
 
 
 # ---- recognition --------------------------------------------------------------------------------------------------
@@ -207,7 +224,7 @@ def _linear_candidates(expert: nn.Module, hidden_size: int) -> list[ExpertFormul
         listed = ", ".join(f"{name or 'weight'} {list(shape)}" for name, shape in shapes.items())
         raise NotRecognised(f"the shapes of its nn.Linear modules ({listed}) fit no recognised formula for hidden "
                             f"size {hidden_size}")
-    return [replace(layout, activation=act) for layout in layouts for act in _activations(layout.kind)]
+    return [layout.with_act(act) for layout in layouts for act in _activations(layout.kind)]
 
 
 # ---- after conversion ---------------------------------------------------------------------------------------------

@@ -14,11 +14,14 @@ A program has a tile of rows and of columns of F, with the gate and up of each. 
 Scales of rows are stored as [F / block, P]. A program's scales then lie together, and the GEMMs read that order.
 """
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 
 from ..mx_format import MXParts
+from .act import up_slope, up_value, value_and_slope
 from .format import expert_of, from_e4m3, power_of_two, quantized_rows
 from .launch import Launched
 from .library import cdiv, next_power_of_2
@@ -28,73 +31,7 @@ from .transpose import in_order, loaded_row, store_columns
 FORWARD = Tile(32, 128, 4)
 BACKWARD = Tile(32, 128, 8)
 BACKWARD_COLUMNS = {32: Tile(64, 64, 4, vector=8, registers=128), 128: Tile(128, 128, 8, vector=8)}  # by block size
-BACKWARD_COLUMNS_CLAMPED = BACKWARD_COLUMNS | {128: Tile(128, 128, 16, vector=8)}  # swiglu_oai takes more registers
-
-
-@triton.jit
-def _inverse(y):
-    """1 / y for y >= 1, to 2 ulp, in two instructions. A division takes six more to handle subnormals."""
-    root = tl.rsqrt(y)
-    return root * root
-
-
-@triton.jit
-def _sigmoid(x):
-    return _inverse(1.0 + tl.exp2(x * -1.4426950408889634))
-
-
-@triton.jit
-def _value_and_slope(x, ACT: tl.constexpr):
-    """act(x) and act'(x). NaN and Inf are treated as in torch."""
-    if ACT == "relu":
-        value = tl.where(x <= 0.0, 0.0, x)
-        slope = tl.where(x <= 0.0, 0.0, 1.0)
-    elif ACT == "silu":
-        share = _sigmoid(x)
-        value = x * share
-        slope = share * (1.0 + x * (1.0 - share))
-    elif ACT == "gelu":
-        # The normal distribution at -|x| is exp(-x^2 / 2) t P(t). The polynomial P minimises the error, which is below
-        # 2e-7. For x > -5 it is also small relative to the value, which 1 + erf(x) in float32 is not.
-        exp = tl.exp2(x * x * -0.7213475204444817)
-        t = _inverse(1.0 + 0.2545584440231323 * tl.abs(x))
-        tail = -0.08221585303544998 * t + 0.2836698591709137
-        tail = tail * t - 0.18034574389457703
-        tail = tail * t + 0.2164188176393509
-        tail = tail * t + 0.052873700857162476
-        tail = tail * t + 0.10851520299911499
-        tail = (tail * t + 0.10108400881290436) * t * exp
-        share = tl.where(x > 0.0, 1.0 - tail, tail)
-        value = x * share
-        slope = share + x * (exp * 0.3989422804014327)
-    elif ACT == "swiglu_oai":
-        clamped = tl.where(x > 7.0, 7.0, x)
-        share = _sigmoid(1.702 * clamped)
-        value = clamped * share
-        slope = tl.where(x > 7.0, 0.0, share * (1.0 + 1.702 * clamped * (1.0 - share)))
-    else:
-        tl.static_assert(ACT == "gelu_tanh")
-        share = _sigmoid(1.5957691216057308 * (x + 0.044715 * (x * x * x)))  # (1 + tanh(u)) / 2 = sigmoid(2 u)
-        value = x * share
-        slope = share + value * (1.0 - share) * (1.5957691216057308 * (1.0 + 0.134145 * (x * x)))
-    return value, slope
-
-
-@triton.jit
-def _up_value(up, ACT: tl.constexpr):
-    """What act(gate) is multiplied by."""
-    if ACT == "swiglu_oai":
-        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
-    return up
-
-
-@triton.jit
-def _up_slope(value, up, ACT: tl.constexpr):
-    """value times the slope of `_up_value`."""
-    if ACT == "swiglu_oai":
-        value = tl.where(tl.abs(up) > 7.0, 0.0, value)
-    return value
-
+BACKWARD_COLUMNS_CLAMPED = BACKWARD_COLUMNS | {128: Tile(128, 128, 16, vector=8)}  # clamps take more registers
 
 # A tile has the rows `row + r` and the columns `first + c` of a half. A half is gate or up: WIDTH columns of a matrix
 # [P, N], from column AT on. Only the tile's origin needs int64.
@@ -163,11 +100,13 @@ def _store_rows(x, ptr, scale_ptr, row, first, r, c, P, N: tl.constexpr, AT: tl.
 @Launched
 @triton.jit
 def _forward_kernel(pre_ptr, bias_ptr, ends_ptr, weight_ptr, h_ptr, h_scale_ptr, kept_ptr, kept_scale_ptr, P, E,
-                    F: tl.constexpr, GATE_AT: tl.constexpr, UP_AT: tl.constexpr, ACT: tl.constexpr, B: tl.constexpr,
-                    FLOOR: tl.constexpr, E_PAD: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+                    F: tl.constexpr, GATE_AT: tl.constexpr, UP_AT: tl.constexpr, ACT: tl.constexpr,
+                    ALPHA: tl.constexpr, LIMIT: tl.constexpr, B: tl.constexpr, FLOOR: tl.constexpr,
+                    E_PAD: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
     """Computes h, and keeps pre. Grid [P / R * ceil(F / C)].
 
-    A pointer is None if its input does not exist or its output is not asked for. UP_AT is None without gating.
+    A pointer is None if its input does not exist or its output is not asked for. UP_AT is None without gating, ALPHA
+    and LIMIT are None if the activation has none.
     """
     G: tl.constexpr = F if UP_AT is None else 2 * F
     tiles: tl.constexpr = (F + C - 1) // C
@@ -184,9 +123,9 @@ def _forward_kernel(pre_ptr, bias_ptr, ends_ptr, weight_ptr, h_ptr, h_scale_ptr,
         _store_rows(x, kept_ptr, kept_scale_ptr, row, first, r, c, P, G, GATE_AT, F, B, FLOOR)
         if UP_AT is not None:
             _store_rows(up, kept_ptr, kept_scale_ptr, row, first, r, c, P, G, UP_AT, F, B, FLOOR)
-    h, _ = _value_and_slope(x, ACT)
+    h, _ = value_and_slope(x, ACT, ALPHA, LIMIT)
     if UP_AT is not None:
-        h *= _up_value(up, ACT)
+        h *= up_value(up, ACT, LIMIT)
     h *= weight
     if h_scale_ptr is not None:
         _store_rows(h, h_ptr, h_scale_ptr, row, first, r, c, P, F, 0, F, B, FLOOR)
@@ -214,12 +153,12 @@ def _store_gradient(d, plain_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns
 @triton.jit
 def _backward_kernel(t_ptr, pre_ptr, pre_scale_ptr, bias_ptr, ends_ptr, weight_ptr, dweight_ptr, plain_ptr, rows_ptr,
                      rows_scale_ptr, columns_ptr, columns_scale_ptr, P, E, F: tl.constexpr, GATE_AT: tl.constexpr,
-                     UP_AT: tl.constexpr, ACT: tl.constexpr, B: tl.constexpr, FLOOR: tl.constexpr,
-                     E_PAD: tl.constexpr, R: tl.constexpr, C: tl.constexpr, VECTOR: tl.constexpr,
-                     WARPS: tl.constexpr):
+                     UP_AT: tl.constexpr, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+                     B: tl.constexpr, FLOOR: tl.constexpr, E_PAD: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+                     VECTOR: tl.constexpr, WARPS: tl.constexpr):
     """Computes dpre, and each column tile's share of dweight: [ceil(F / C), P]. Grid [P / R * ceil(F / C)].
 
-    A pointer is None if its input does not exist or its output is not asked for.
+    `_forward_kernel` says which arguments may be None.
     """
     G: tl.constexpr = F if UP_AT is None else 2 * F
     tiles: tl.constexpr = (F + C - 1) // C
@@ -238,7 +177,7 @@ def _backward_kernel(t_ptr, pre_ptr, pre_scale_ptr, bias_ptr, ends_ptr, weight_p
         x = _load_rows(pre_ptr, pre_scale_ptr, row, first, r, c, P, G, GATE_AT, F, B)
     else:
         x = _load(pre_ptr, bias_ptr, expert, row, first, r, c, G, GATE_AT, F)
-    value, slope = _value_and_slope(x, ACT)
+    value, slope = value_and_slope(x, ACT, ALPHA, LIMIT)
     weighted = t * tl.load(weight_ptr + row + r)[:, None]
     dweight_at = dweight_ptr + tile.to(tl.int64) * P + (row + r)
     if UP_AT is not None:
@@ -246,9 +185,9 @@ def _backward_kernel(t_ptr, pre_ptr, pre_scale_ptr, bias_ptr, ends_ptr, weight_p
             up = _load_rows(pre_ptr, pre_scale_ptr, row, first, r, c, P, G, UP_AT, F, B)
         else:
             up = _load(pre_ptr, bias_ptr, expert, row, first, r, c, G, UP_AT, F)
-        factor = _up_value(up, ACT)
+        factor = up_value(up, ACT, LIMIT)
         tl.store(dweight_at, tl.sum(t * (value * factor), 1))
-        value = _up_slope(value, up, ACT)  # here, so that up takes no registers below
+        value = up_slope(value, up, LIMIT)  # here, so that up takes no registers below
         _store_gradient(weighted * factor * slope, plain_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr,
                         row, first, r, c, P, G, GATE_AT, F, B, FLOOR, LANES, WARPS, VECTOR, WHOLE)
         _store_gradient(weighted * value, plain_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr,
@@ -296,8 +235,9 @@ def _load_both(ptr, scale_ptr, bias_ptr, expert, row, first, r, c, P, N: tl.cons
 @triton.jit
 def _backward_across_kernel(t_ptr, pre_ptr, pre_scale_ptr, bias_ptr, ends_ptr, weight_ptr, dweight_ptr, plain_ptr,
                             rows_ptr, rows_scale_ptr, P, E, F: tl.constexpr, GATE_AT: tl.constexpr,
-                            UP_AT: tl.constexpr, ACT: tl.constexpr, B: tl.constexpr, FLOOR: tl.constexpr,
-                            E_PAD: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+                            UP_AT: tl.constexpr, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+                            B: tl.constexpr, FLOOR: tl.constexpr, E_PAD: tl.constexpr, R: tl.constexpr,
+                            C: tl.constexpr):
     """`_backward_kernel` where a block of dpre lies across gate and up. Grid [P / R * ceil(2F / C)].
 
     A program has C columns of dpre, in one tile of both halves. It reads t, gate and up at each of its columns, so
@@ -313,16 +253,16 @@ def _backward_across_kernel(t_ptr, pre_ptr, pre_scale_ptr, bias_ptr, ends_ptr, w
     if bias_ptr is not None:
         expert = expert_of(row, ends_ptr, E, E_PAD)
     t = _load_both(t_ptr, None, None, None, row, first, r, c, P, F, 0, F, B)
-    value, slope = _value_and_slope(
-        _load_both(pre_ptr, pre_scale_ptr, bias_ptr, expert, row, first, r, c, P, G, GATE_AT, F, B), ACT)
+    value, slope = value_and_slope(
+        _load_both(pre_ptr, pre_scale_ptr, bias_ptr, expert, row, first, r, c, P, G, GATE_AT, F, B), ACT, ALPHA, LIMIT)
     up = _load_both(pre_ptr, pre_scale_ptr, bias_ptr, expert, row, first, r, c, P, G, UP_AT, F, B)
-    factor = _up_value(up, ACT)
+    factor = up_value(up, ACT, LIMIT)
     weighted = t * tl.load(weight_ptr + row + r)[:, None]
     if first < F:  # each column of F once
         share = tl.sum(tl.where(second[None, :], 0.0, t * (value * factor)), 1)
         tl.store(dweight_ptr + tile.to(tl.int64) * P + (row + r), share)
     gate = second if GATE_AT > 0 else first + c < F
-    d = tl.where(gate[None, :], weighted * factor * slope, weighted * _up_slope(value, up, ACT))
+    d = tl.where(gate[None, :], weighted * factor * slope, weighted * up_slope(value, up, LIMIT))
     if plain_ptr is not None:
         _store(d, plain_ptr, row, first, r, c, G, 0, G)
     _store_rows(d, rows_ptr, rows_scale_ptr, row, first, r, c, P, G, 0, G, B, FLOOR)
@@ -403,8 +343,9 @@ def _mx(data: torch.Tensor, scale: torch.Tensor, block: int) -> MXParts:
 
 
 def activate(pre_PG: torch.Tensor, weight_P: torch.Tensor, activation: str, layout: str, block_size: int = 32,
-             scaling_mode: str = "rceil", *, quantize: bool = True, keep: bool = False,
-             bias_EG: torch.Tensor | None = None, ends_E: torch.Tensor | None = None) -> tuple:
+             scaling_mode: str = "rceil", *, quantize: bool = True, keep: bool = False, alpha: float | None = None,
+             limit: float | None = None, bias_EG: torch.Tensor | None = None, ends_E: torch.Tensor | None = None
+             ) -> tuple:
     """`activate` of ds_mxfp8_moe/compute/activation.py, which explains the arguments. pre_PG is contiguous.
 
     Returns:
@@ -422,8 +363,8 @@ def activate(pre_PG: torch.Tensor, weight_P: torch.Tensor, activation: str, layo
     if P:
         _forward_kernel[(tile.programs(P, F), )](
             pre_PG, bias_EG, ends_E, weight_P, h_PF, h_scale, kept_PG, kept_scale, P, E, F=F, GATE_AT=gate_at,
-            UP_AT=up_at, ACT=activation, B=block_size, FLOOR=scaling_mode == "floor", E_PAD=next_power_of_2(E),
-            R=tile.rows, C=tile.columns, num_warps=tile.warps)
+            UP_AT=up_at, ACT=activation, ALPHA=alpha, LIMIT=limit, B=block_size, FLOOR=scaling_mode == "floor",
+            E_PAD=next_power_of_2(E), R=tile.rows, C=tile.columns, num_warps=tile.warps)
     h = _mx(h_PF, h_scale.t(), block_size) if quantize else h_PF
     if not keep:
         return h, None
@@ -433,7 +374,8 @@ def activate(pre_PG: torch.Tensor, weight_P: torch.Tensor, activation: str, layo
 
 def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor | MXParts, weight_P: torch.Tensor, activation: str,
                       layout: str, block_size: int = 32, scaling_mode: str = "rceil", *, plain: bool = False,
-                      rows: bool = False, columns: bool = False, bias_EG: torch.Tensor | None = None,
+                      rows: bool = False, columns: bool = False, alpha: float | None = None,
+                      limit: float | None = None, bias_EG: torch.Tensor | None = None,
                       ends_E: torch.Tensor | None = None) -> tuple:
     """`activate_backward` of ds_mxfp8_moe/compute/activation.py, which explains the arguments. t_PF is contiguous.
 
@@ -449,10 +391,9 @@ def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor | MXParts, weight_P
     _, gate_at, up_at = _places(layout, G)
     across = rows and F != G and F % block_size != 0
     if across and columns:  # no kernel writes both
-        found = activate_backward(t_PF, kept, weight_P, activation, layout, block_size, scaling_mode, plain=plain,
-                                  rows=True, bias_EG=bias_EG, ends_E=ends_E)
-        return *found[:3], activate_backward(t_PF, kept, weight_P, activation, layout, block_size, scaling_mode,
-                                             columns=True, bias_EG=bias_EG, ends_E=ends_E)[3]
+        backward = partial(activate_backward, t_PF, kept, weight_P, activation, layout, block_size, scaling_mode,
+                           alpha=alpha, limit=limit, bias_EG=bias_EG, ends_E=ends_E)
+        return *backward(plain=plain, rows=True)[:3], backward(columns=True)[3]
     dweight_P = t_PF.new_empty(P, dtype=torch.float32)
     dpre = rows_PG = rows_scale = columns_GP = columns_scale = None
     if plain:
@@ -462,11 +403,11 @@ def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor | MXParts, weight_P
     if columns:
         columns_GP, columns_scale = _bytes(t_PF, G, P), _bytes(t_PF, cdiv(P, block_size), G)
     if P:
-        with_columns = BACKWARD_COLUMNS_CLAMPED if activation == "swiglu_oai" else BACKWARD_COLUMNS
+        with_columns = BACKWARD_COLUMNS if limit is None else BACKWARD_COLUMNS_CLAMPED
         tile = with_columns[block_size] if columns else BACKWARD
         tiles, E = cdiv(F, tile.columns), _num_experts(bias_EG)
         shares = dweight_P if tiles == 1 else dweight_P.new_empty(tiles, P)
-        constants = dict(F=F, GATE_AT=gate_at, UP_AT=up_at, ACT=activation, B=block_size,
+        constants = dict(F=F, GATE_AT=gate_at, UP_AT=up_at, ACT=activation, ALPHA=alpha, LIMIT=limit, B=block_size,
                          FLOOR=scaling_mode == "floor", E_PAD=next_power_of_2(E), R=tile.rows, C=tile.columns,
                          num_warps=tile.warps)
         if across:

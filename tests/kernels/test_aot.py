@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from importlib import import_module
 from multiprocessing import get_context
 
@@ -96,13 +97,20 @@ def activations():
     ffn = module("activation")
     pre, t, weight = torch.empty(P, 2 * F, dtype=BF16), torch.empty(P, F, dtype=BF16), torch.empty(P)
     bias = torch.empty(E, 2 * F, dtype=BF16)
-    for block, activation in ((32, "gelu"), (128, "silu"), (32, "swiglu_oai"), (128, "swiglu_oai")):
-        _, kept = ffn.activate(pre, weight, activation, "gate_up", block, keep=True, bias_EG=bias, ends_E=ends())
-        ffn.activate_backward(t, kept, weight, activation, "gate_up", block, rows=True, plain=True)
-        ffn.activate_backward(t, kept, weight, activation, "gate_up", block, rows=True, columns=True)
+    oai, clamped = ("swiglu_oai", dict(alpha=1.702, limit=7.0)), ("silu", dict(limit=10.0))
+    for block, (activation, constants) in ((32, ("gelu", {})), (128, ("silu", {})), (32, oai), (128, oai),
+                                           (32, clamped), (128, clamped)):
+        _, kept = ffn.activate(pre, weight, activation, "gate_up", block, keep=True, bias_EG=bias, ends_E=ends(),
+                               **constants)
+        backward = partial(ffn.activate_backward, t, kept, weight, activation, "gate_up", block, **constants)
+        backward(rows=True, plain=True)
+        backward(rows=True, columns=True)
     narrow, t_narrow = torch.empty(P, 2 * 160, dtype=BF16), torch.empty(P, 160, dtype=BF16)
-    _, kept = ffn.activate(narrow, weight, "silu", "gate_up", 128, keep=True)
-    ffn.activate_backward(t_narrow, kept, weight, "silu", "gate_up", 128, rows=True, plain=True)
+    for limit in (None, 10.0):
+        _, kept = ffn.activate(narrow, weight, "silu", "gate_up", 128, keep=True, limit=limit)
+        ffn.activate_backward(t_narrow, kept, weight, "silu", "gate_up", 128, rows=True, plain=True, limit=limit)
+    _, kept = ffn.activate(t, weight, "relu_squared", "mlp", 128, keep=True)
+    ffn.activate_backward(t, kept, weight, "relu_squared", "mlp", 128, rows=True, columns=True)
     ffn.activate(t, weight, "gelu_tanh", "mlp", quantize=False)
     ffn.activate(t.float(), weight, "gelu_tanh", "mlp", 128, keep=True)
     ffn.activate_backward(t, t, weight, "relu", "mlp", plain=True)

@@ -46,8 +46,10 @@ FORMULAS = {
     "gelu": dict(kind="mlp", activation="gelu"),
     "swiglu": dict(kind="gated", activation="silu"),
     "geglu": dict(kind="gated", activation="gelu_tanh"),
-    "swiglu_oai": dict(kind="gated", activation="swiglu_oai"),
-    "packed-swiglu_oai": dict(kind="gated", activation="swiglu_oai", packed="up_gate"),
+    "relu_squared": dict(kind="mlp", activation="relu_squared"),
+    "swiglu_oai": dict(kind="gated", activation="swiglu_oai", alpha=1.702, limit=7.0),
+    "packed-swiglu_oai": dict(kind="gated", activation="swiglu_oai", packed="up_gate", alpha=1.5, limit=5.0),
+    "clamped-swiglu": dict(kind="gated", activation="silu", limit=5.0),
     "packed": dict(kind="gated", activation="silu", packed="gate_up"),
     "packed-reversed": dict(kind="gated", activation="silu", packed="up_gate"),
 }
@@ -71,7 +73,7 @@ def make_experts(name, num, bias, dtype, hidden=HIDDEN, ffn=FFN):
     experts = []
     for _ in range(num):
         expert = {role: torch.randn(shape) / shape[1]**0.5 for role, shape in shapes.items()}
-        if kind["activation"] == "swiglu_oai":  # one value in twelve is clamped
+        if "limit" in kind:  # one value in twelve is clamped, or one in five
             expert |= {role: 4 * value for role, value in expert.items() if role != "down"}
         expert = {role: value.to(dtype) for role, value in expert.items()}
         if bias:

@@ -4,13 +4,18 @@
 import torch
 
 from ds_mxfp8_moe.compute import activation as plain
+from ds_mxfp8_moe.compute.formula import SWIGLU_OAI, Activation
 from ds_mxfp8_moe.compute.mx import MXTensor, sqnr_db
 
 LEAST_DB = 45
 ENDS = (128, 128, 256)
+GATED_ONLY = [SWIGLU_OAI, Activation("swiglu_oai", 1.5, 0.75), Activation("silu", limit=2.5),
+              Activation("relu_squared", limit=1.0)]
+ALL = [*map(Activation, ("relu", "relu_squared", "gelu", "gelu_tanh", "silu")), *GATED_ONLY]
+HUGE = 1e38  # HUGE * alpha is finite
 
 
-def problem(layout, F, dtype=torch.bfloat16, bias=False, hard=True, ends=ENDS):
+def problem(layout, F, dtype=torch.bfloat16, bias=False, hard=True, ends=ENDS, limit=None):
     """Rows that meet an activation: pre_PG, t_PF, weight_P, and options: the bias and where groups end, or nothing."""
     generator = torch.Generator().manual_seed(F)
 
@@ -27,22 +32,27 @@ def problem(layout, F, dtype=torch.bfloat16, bias=False, hard=True, ends=ENDS):
         pre[0, 1], pre[1, 40], pre[2, -1] = float("nan"), float("inf"), float("-inf")
         pre[3], pre[4], pre[5], t[6] = 0, 1e-38, -100, 0
         t[7, 3], t[8, -2] = float("nan"), float("inf")
+        if limit is not None:
+            pre[9], pre[10] = limit, -limit
+            pre[11, ::2], pre[12, 1::2] = HUGE, -HUGE
+            pre[13], pre[14] = HUGE, -HUGE
     weight[100:128], pre[100:128], t[100:128] = 0, 0, 0  # padding
     return pre.to(dtype), t.to(dtype), weight, options
 
 
-def run_case(device, activation, layout, F, keys=None):
-    """Runs the kernels on `device` and compares everything they return."""
+def run_case(device, act, layout, F, keys=None):
+    """Runs the kernels of an Activation on `device` and compares everything they return."""
     from ds_mxfp8_moe.ops.triton_kernels import activation as kernels
     keys = {"block": 32, "mode": "rceil", "quantize": True, "keep": True, **(keys or {})}
     block, mode, quantized, keep = (keys.pop(key) for key in ("block", "mode", "quantize", "keep"))
-    pre, t, weight, bias = problem(layout, F, **keys)
-    how = (activation, layout, block, mode)
+    pre, t, weight, bias = problem(layout, F, **keys, limit=act.limit)
+    how, constants = (act.name, layout, block, mode), {"alpha": act.alpha, "limit": act.limit}
 
     def there(x):
         return x.to(device)
 
-    bias_there = {name: there(x) for name, x in bias.items()}
+    bias_there = {name: there(x) for name, x in bias.items()} | constants
+    bias |= constants
     expected_h, expected_kept = plain.activate(pre, weight, *how, quantized=quantized, keep=keep, **bias)
     h, kept = kernels.activate(there(pre), there(weight), *how, quantize=quantized, keep=keep, **bias_there)
     same(h, expected_h)

@@ -17,10 +17,10 @@ def at_most(x, limit):
 
 ACT = {
     "relu": torch.relu,
+    "relu_squared": lambda x: torch.relu(x)**2,
     "gelu": torch.nn.functional.gelu,
     "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
     "silu": torch.nn.functional.silu,
-    "swiglu_oai": lambda x: at_most(x, 7.0) * torch.sigmoid(1.702 * at_most(x, 7.0)),
 }
 
 
@@ -149,7 +149,8 @@ def _expert(formula, recipe, p, rows, g, w, operand, rnd, rescales_rows):
         return y, t * w, dw, grads
 
     first = {"none": ("gate", "up"), "gate_up": ("first", "second"), "up_gate": ("second", "first")}[formula.packed]
-    act = ACT[formula.activation]
+    act = ACT.get(formula.activation, lambda gate: gate * torch.sigmoid(formula.alpha * gate))
+    limit = float("inf") if formula.limit is None else formula.limit
     if formula.kind == "mlp":
         names = ["up"]
     else:
@@ -162,9 +163,10 @@ def _expert(formula, recipe, p, rows, g, w, operand, rnd, rescales_rows):
         pre.reverse()
 
     def activated(values):
-        if formula.activation == "swiglu_oai":
-            return act(values[0]) * (-at_most(-at_most(values[1], 7.0), 7.0) + 1)
-        return act(values[0]) * values[1] if len(values) == 2 else act(values[0])
+        if len(values) == 1:
+            return act(values[0])
+        return act(at_most(values[0], limit)) * (-at_most(-at_most(values[1], limit), limit)
+                                                 + (formula.activation == "swiglu_oai"))
 
     h = operand(activated(pre) * w)
     y = rnd(h @ _weight(p["down"], recipe, False).t()) + w * bias("down_bias")

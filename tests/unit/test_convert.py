@@ -182,8 +182,11 @@ def test_tied_weights_fall_back():
 
 @pytest.mark.parametrize("activation", AUTOEP_ACTIVATIONS)
 def test_deepspeed_s_grouped_experts_compute_what_convert_says_of_them(activation):
-    formula = ExpertFormula("gated", AUTOEP_ACTIVATIONS[activation], 32, 64, gate="w1", up="w3", down="w2")
-    experts = GroupedExperts(32, 64, 2, use_grouped_mm=False, activation=activation)
+    name, constants = AUTOEP_ACTIVATIONS[activation]
+    formula = ExpertFormula("gated", name, 32, 64, gate="w1", up="w3", down="w2",
+                            **{constant: {"alpha": 1.5, "limit": 0.75}[constant] for constant in constants})
+    experts = GroupedExperts(32, 64, 2, use_grouped_mm=False, activation=activation, activation_alpha=1.5,
+                             activation_limit=0.75)
     x = torch.randn(12, 32)
     with torch.no_grad():
         for parameter in experts.parameters():

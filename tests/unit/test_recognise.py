@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from ds_mxfp8_moe import convert
-from ds_mxfp8_moe.compute.formula import ExpertWeights
+from ds_mxfp8_moe.compute.formula import Activation, ExpertWeights
 from ds_mxfp8_moe.layers import recognise as recognise_file
 from ds_mxfp8_moe.layers.recognise import recognise, register_expert
 
@@ -43,7 +43,8 @@ def test_mlp(name, act, bias):
 
 
 @pytest.mark.parametrize("name, act", [
-    ("relu", lambda x: x.clamp(min=0)), ("silu", lambda x: x * torch.sigmoid(x)),
+    ("relu", lambda x: x.clamp(min=0)), ("relu_squared", lambda x: x.clamp(min=0)**2),
+    ("silu", lambda x: x * torch.sigmoid(x)),
     ("gelu", lambda x: x * 0.5 * (1 + torch.erf(x / 2**0.5))),
     ("gelu_tanh", lambda x: 0.5 * x * (1 + torch.tanh((2 / torch.pi)**0.5 * (x + 0.044715 * x**3)))),
 ])
@@ -84,7 +85,7 @@ def test_swiglu_oai(bias):
 
 @pytest.mark.parametrize("constants", [dict(alpha=1.7), dict(limit=10.0)])
 def test_swiglu_oai_with_other_constants_is_refused(constants):
-    assert "differs from the nearest recognised formula, gated(swiglu_oai)" in refused(Oai(**constants))
+    assert "nearest recognised formula, gated(swiglu_oai, alpha 1.702, limit 7)" in refused(Oai(**constants))
 
 
 @pytest.mark.parametrize("in_turn", [False, True])
@@ -251,6 +252,21 @@ def test_registered_class(registry):
     assert "parameters of its own" in refused(type("Derived", (Raw,), {})())  # it holds for the exact class
 
 
+class ClampedRaw(Raw):
+    def forward(self, x):
+        gate, up = F.linear(x, self.w13).chunk(2, -1)
+        return F.linear(F.silu(gate.clamp(max=3)) * up.clamp(-3, 3), self.w2, self.b2)
+
+
+def test_registered_constants(registry):
+    register_expert(ClampedRaw, **RAW | dict(activation="silu", limit=3.0))
+    assert recognise(local_experts(ClampedRaw()), H).act == Activation("silu", limit=3.0)
+    register_expert(ClampedRaw, **RAW | dict(activation="silu", limit=4.0))
+    assert "nearest recognised formula, gated(silu, limit 4)" in refused(ClampedRaw())
+    register_expert(ClampedRaw, **RAW | dict(activation="swiglu_oai"))
+    assert "nearest recognised formula, gated(swiglu_oai, alpha 1.702, limit 7)" in refused(ClampedRaw())
+
+
 @pytest.mark.parametrize("changes, reason", [
     (dict(packed="up_gate"), "differs from the nearest recognised formula"),
     (dict(kind="mlp", packed="none"), "is registered with down=w2 of shape (64, 192), but has (64, 96)"),
@@ -263,7 +279,9 @@ def test_lying_registration(registry, changes, reason):
 
 @pytest.mark.parametrize("error, changes", [
     (ValueError, dict(kind="ffn")), (ValueError, dict(activation="tanh")), (ValueError, dict(packed="none")),
-    (ValueError, dict(gate="w1")), (ValueError, dict(down=None)), (TypeError, dict(cls=Raw())),
+    (ValueError, dict(gate="w1")), (ValueError, dict(down=None)), (ValueError, dict(alpha=1.702)),
+    (ValueError, dict(activation="swiglu_oai", limit=7.0)), (ValueError, dict(kind="mlp", packed="none", limit=7.0)),
+    (TypeError, dict(cls=Raw())),
 ])
 def test_registration_that_makes_no_sense(registry, error, changes):
     keys = dict(cls=Raw) | RAW | changes

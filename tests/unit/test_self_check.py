@@ -19,7 +19,9 @@ CPU = torch.device("cpu")
 BIASES = {"gate_bias": "x", "up_bias": "y", "down_bias": "z"}
 FORMULAS = {
     "gated": ExpertFormula("gated", "silu", 1024, 512, gate="a", up="b", down="c"),
-    "gpt-oss": ExpertFormula("gated", "swiglu_oai", 1024, 512, gate="a", up="b", down="c", **BIASES),
+    "gpt-oss": ExpertFormula("gated", "swiglu_oai", 1024, 512, gate="a", up="b", down="c", **BIASES, alpha=1.702,
+                             limit=7.0),
+    "nemotron_h": ExpertFormula("mlp", "relu_squared", 1024, 512, up="b", down="c"),
     "mlp": ExpertFormula("mlp", "gelu", 1024, 512, up="b", down="c", up_bias="y"),
     "linear": ExpertFormula("linear", None, 1024, 1024, up="b"),
     "packed": ExpertFormula("gated", "silu", 1024, 512, up="b", down="c", packed="gate_up_in_turn"),
