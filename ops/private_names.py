@@ -91,7 +91,7 @@ class Row(NamedTuple):
 
 NAMES = tuple(Row(*row) for row in (
     ("import", "deepspeed", "initialize"),
-    ("import", "deepspeed.checkpoint.constants", "FROZEN_PARAM_FRAGMENTS"),
+    ("import", "deepspeed.checkpoint.constants", "FROZEN_PARAM_FRAGMENTS PARAM"),
     ("import", "deepspeed.module_inject.auto_ep", "AutoEP"),
     ("import", "deepspeed.module_inject.auto_ep_config", "AutoEPConfig MoELayerSpec"),
     ("import", "deepspeed.module_inject.auto_ep_layer", "AutoEPMoELayer ReplacementSourceMap"),
@@ -230,17 +230,19 @@ NAMES = tuple(Row(*row) for row in (
     ("FP8 experts", "torch.nn:Module", "_apply(self, fn, recurse) ._parameters _save_to_state_dict"),
     ("FP8 experts", _ENGINE, "_cast_module_mixed_precision"),
     ("from_pretrained", "transformers.modeling_utils:PreTrainedModel",
-     "_load_pretrained_model(model, state_dict, checkpoint_files, load_config, ...)"),
+     "_load_pretrained_model(model, state_dict, checkpoint_files, load_config, ...) ._is_hf_initialized"),
     ("from_pretrained", "transformers.modeling_utils:LoadStateDictConfig",
      ".dtype .ignore_mismatched_sizes .weight_mapping"),
     ("from_pretrained", "transformers.modeling_utils:LoadStateDictInfo", ".conversion_errors .mismatched_keys"),
     ("from_pretrained", "transformers.core_model_loading",
      "WeightConverter rename_source_key(source_key, weight_renamings, weight_converters, base_model_prefix, "
      "meta_state_dict, ...)"),
-    ("from_pretrained", "transformers.core_model_loading:WeightConverter", ".operations .source_patterns"),
+    ("from_pretrained", "transformers.core_model_loading:WeightConverter",
+     ".operations .source_patterns .target_patterns"),
+    ("from_pretrained", "transformers.core_model_loading:ConversionOps",
+     "convert(self, input_dict, source_patterns, target_patterns, ...)"),
     ("from_pretrained", "transformers.integrations.deepspeed", "_hf_deepspeed_config_weak_ref"),
     ("from_pretrained", "transformers.quantizers.quantizer_mxfp4:Mxfp4HfQuantizer", "validate_environment"),
-    ("from_pretrained", "deepspeed.module_inject.auto_ep_config", "parse_autoep_config(param_dict)"),
     ("frozen_experts", _ENGINE,
      "_configure_expert_parallel(self, model, ...) bfloat16_enabled fp16_enabled .dont_change_device .has_moe_layers "
      ".local_rank"),
@@ -345,7 +347,7 @@ NAMES = tuple(Row(*row) for row in (
      "save_checkpoint(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters) "
      "_copy_recovery_script(self, save_path) destroy load_universal_checkpoint use_node_local_storage "
      "zero_nvme_offload_optimizer zero_optimization_partition_weights .checkpoint_engine .has_moe_layers .local_rank "
-     ".seq_dp_world_size"),
+     ".param_names .seq_dp_world_size"),
     ("loading", "deepspeed.runtime.checkpoint_engine.checkpoint_engine:CheckpointEngine",
      "load(self, path, ...) makedirs(self, path, exist_ok) save(self, state_dict, path)"),
 

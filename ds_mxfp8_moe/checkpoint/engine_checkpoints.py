@@ -13,6 +13,7 @@ import inspect
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from ..layers.frozen_experts import checksums_of_frozen
 from ..layers.patches import patched, wrap
 from ..layers.say import print_on_rank_0
 from ..transport.deadline import PeerFailure, answers_of_all, deadline_for, failure_in_world, tell_peers
+from .earlier_names import folders_found, present_checkpoint
 from .manifest import (
     MANIFEST,
     Place,
@@ -258,6 +260,12 @@ class _Loading:
     def load_module(self, plain: Callable, checkpoint: dict, *args, **kwargs) -> None:
         """Loads the module's tensors. What does not fit is found before any is copied, on any rank."""
         given = inspect.signature(plain).bind(checkpoint, *args, **kwargs).arguments
+        load_optimizer = self.arguments["load_optimizer_states"] and not self.arguments["load_module_only"]
+        try:
+            checkpoint = present_checkpoint(self.engine, checkpoint, load_optimizer)
+        except Exception as error:
+            self.agree(error)
+        self.agree()
         can_try = not (self.engine.zero_optimization_partition_weights() or given.get("custom_load_fn")
                        or isinstance(self.engine.module, PipelineModule))
         try:
@@ -311,7 +319,8 @@ def _load_checkpoint(engine: DeepSpeedEngine, plain: Callable, *args, **kwargs) 
         with (patched(engine, "load_module_state_dict", loading.load_module),
               deadline_for(dist.get_world_group(), engine.device, "load_checkpoint")):
             loading.copied = engine.load_universal_checkpoint()
-            result = plain(*args, **kwargs)
+            with folders_found(engine, loading.folder / tag) if loading.copied and tag else nullcontext():
+                result = plain(*args, **kwargs)
     except (PeerFailure, CheckpointError):
         raise
     except Exception as error:

@@ -7,30 +7,68 @@ conversion mapping says which of the model's parameters they become.
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import torch
-from deepspeed.module_inject.auto_ep_config import MoELayerSpec
 
 from ..compute import casts
 from ..compute.block_fp8 import Rounding, above, from_block_fp8, from_mxfp4
 from ..compute.formula import DTYPES, gate_then_up
 from ..compute.mx import TILE, MXTensor
-from ..layers.held_experts import STACKS, gate_above_up
-from ..layers.presets import gate_and_up_in_turn
+from ..layers.held_experts import HeldExperts, gate_above_up
+from ..layers.stacked import DOWN
 from .shards import Shards
 
 # How the names of a quantised weight's parts end, in place of the weight's own name.
 PARTS = ("_scale_inv", "_blocks", "_scales")
-# By the name of a stacked parameter of experts in the model, and by part (PARTS, and "" for the weight itself): the
-# names of its tensors. A tensor has all experts, or a single one, with NUMBER in place of the expert's number. Two
-# names are gate's and up's.
-Sources = dict[str, dict[str, list[str]]]
 NUMBER = "<number>"
+MERGES = (["MergeModulelist"], ["MergeModulelist", "Concatenate"], [])
+EACH = {"MergeModulelist", "Concatenate", "Transpose", "Interleave"}  # change experts one by one
 AXES = {"": 2, "_scale_inv": 2, "_blocks": 3, "_scales": 2}  # of one expert's tensors
 
 
+@dataclass
+class Source:
+    """Which of a checkpoint's tensors become a stacked parameter of experts, and how.
+
+    Attributes:
+        forms: by part (PARTS, and "" for the weight itself), and by the pattern of transformers' converter that they
+            match: the names of its tensors. A tensor has all experts, or a single one, with NUMBER in place of the
+            expert's number. Two patterns are gate's and up's.
+        converter: transformers'. None: the parameter has the tensor's values.
+    """
+
+    forms: dict[str, dict[str, str]] = field(default_factory=dict)
+    converter: Any = None
+
+    @property
+    def operations(self) -> dict[str, Any]:
+        """What the converter does with weights in high precision, by the names of transformers' classes."""
+        every = self.converter.operations if self.converter else ()
+        named = {type(one).__name__: one for one in every}
+        return {name: one for name, one in named.items() if not name.endswith("Dequantize")}
+
+    @property
+    def stacks(self) -> bool:
+        """Whether tensors are of single experts."""
+        return "MergeModulelist" in self.operations
+
+    @property
+    def merges(self) -> bool:
+        """Whether the converter only stacks experts and puts gate above up."""
+        return [*self.operations] in MERGES
+
+    def names(self, part: str) -> list[str]:
+        """The names of a part's tensors, gate's before up's."""
+        of_part = self.forms.get(part, {})
+        patterns = self.converter.source_patterns if self.converter else []
+        return [of_part[key] for key in sorted(of_part, key=lambda key: patterns.index(key) if key else 0)]
+
+
 def expert_sources(names: Sequence[str], parameters: Sequence[str], mapping: list,
-                   base_prefix: str) -> tuple[set[str], Sources]:
+                   base_prefix: str) -> tuple[set[str], dict[str, Source]]:
     """Which tensors of a checkpoint are the weights of a model's experts: the names of all of them, and by parameter.
 
     Args:
@@ -40,8 +78,8 @@ def expert_sources(names: Sequence[str], parameters: Sequence[str], mapping: lis
         base_prefix: the model's base_model_prefix.
 
     Raises:
-        RuntimeError: a converter does more than to stack experts and to put gate above up, or two series of tensors
-            become the same weights.
+        RuntimeError: a converter does more than to stack experts, to put gate above up or in turn with it, and to
+            transpose. Or two series of tensors become the same weights.
     """
     from transformers.core_model_loading import WeightConverter, rename_source_key
 
@@ -49,7 +87,7 @@ def expert_sources(names: Sequence[str], parameters: Sequence[str], mapping: lis
     converters = [one for one in mapping if isinstance(one, WeightConverter)]
     known = dict.fromkeys(parameters, True)
     found: set[str] = set()
-    sources: dict[str, dict[str, dict[int, str]]] = {}
+    sources: dict[str, Source] = {}
     for name in names:
         renamed, _ = rename_source_key(name, renamings, [])
         part = next((end for end in PARTS if renamed.endswith(end)), "")
@@ -57,80 +95,79 @@ def expert_sources(names: Sequence[str], parameters: Sequence[str], mapping: lis
         if parameter not in known:
             continue
         found.add(name)
-        place = 0 if pattern is None else _place(pattern, converters, parameter)
-        form = name if pattern is None else re.sub(r"(.*\.)\d+(\..*)", rf"\1{NUMBER}\2", name)
-        same = sources.setdefault(parameter, {}).setdefault(part, {}).setdefault(place, form)
+        source = sources.setdefault(parameter, Source())
+        if pattern is None:
+            form = name
+        else:
+            source.converter = next(one for one in converters if pattern in one.source_patterns)
+            _check_converter(parameter, source)
+            form = re.sub(r"(.*\.)\d+(\..*)", rf"\1{NUMBER}\2", name) if source.stacks else name
+        same = source.forms.setdefault(part, {}).setdefault(pattern or "", form)
         if same != form:
             raise RuntimeError(f"{name} would become {parameter}, as {same} does: the checkpoint has tensors of two "
                                "models")
-    return found, {parameter: {part: [forms[place] for place in sorted(forms)] for part, forms in parts.items()}
-                   for parameter, parts in sources.items()}
+    return found, sources
 
 
-def _place(pattern: str, converters: list, parameter: str) -> int:
-    """0 for what becomes the upper rows of a parameter, or all of them, and 1 for what becomes the lower ones."""
-    converter = next(one for one in converters if pattern in one.source_patterns)
-    weights = [one for one in converter.source_patterns
-               if not one.removesuffix("$").endswith(("_scale_inv", "activation_scale"))]
-    done = [type(operation).__name__ for operation in converter.operations]
-    plain = [one for one in done if not one.endswith("Dequantize")]
-    if plain not in (["MergeModulelist"], ["MergeModulelist", "Concatenate"]) or len(weights) > 2:
-        raise RuntimeError(f"{parameter} is made of a checkpoint's tensors by {', '.join(done)}, which is not "
+def _check_converter(parameter: str, source: Source) -> None:
+    if not EACH.issuperset(source.operations):
+        done = ", ".join(source.operations)
+        raise RuntimeError(f"{parameter} is made of a checkpoint's tensors by {done}, which is not "
                            "supported for experts that are read in 8 bits: use transformers' from_pretrained")
-    return weights.index(pattern)
 
 
 class ExpertTensors:
     """The experts of one block in a checkpoint, as tiles of MXFP8 on a device."""
 
-    def __init__(self, shards: Shards, sources: Sources, spec: MoELayerSpec, transposed: bool,
+    def __init__(self, shards: Shards, sources: dict[str, Source], name: str, experts: HeldExperts,
                  dtype: torch.dtype, device: torch.device, scaling_mode: str, rounding: Rounding):
         """Arguments:
-            transposed: the model's stacked parameters are [E, in, out].
+            name: of the module `experts` in the model.
             dtype: of the model.
             scaling_mode: for weights in high precision.
             rounding: counts what changes of the others.
         """
-        self._shards, self._transposed, self._in_turn = shards, transposed, gate_and_up_in_turn(spec)
+        self._shards, self._layout, self._name = shards, experts.layout, name
         self._to = {"device": device, "dtype": dtype}
         self._scaling_mode, self._rounding = scaling_mode, rounding
-        self._name = f"{spec.moe_module_name}.{spec.experts_name}"
-        self._forms = {stack: sources.get(f"{self._name}.{stack}", {}) for stack in STACKS}
-        self._shapes = {"gate_up_proj": (2 * spec.ffn_hidden_size, spec.hidden_size),
-                        "down_proj": (spec.hidden_size, spec.ffn_hidden_size)}
+        self._sources = {stack: sources.get(f"{name}.{stack}", Source()) for stack in self._layout.names}
+        self._shapes = {stack: tuple(getattr(experts, stack).shape[1:]) for stack in self._layout.names}
 
     def tiles(self, stack: str, expert: int) -> MXTensor:
-        """An expert's gate above up, [2F, H], or its down, [H, F].
+        """An expert's weight in the first GEMM, gate above up, or in the second one.
 
         Args:
-            stack: "gate_up_proj" or "down_proj".
+            stack: a name of `Layout.names`.
             expert: counted over all ranks.
 
         Raises:
             RuntimeError, TypeError, ValueError: a tensor is missing, or has another form. The error names it.
         """
-        forms = self._forms[stack]
+        source = self._sources[stack]
         names = [form.replace(NUMBER, str(expert)) if NUMBER in form else f"{form}[{expert}]"
-                 for form in forms.get("", forms.get("_blocks", ()))]
+                 for form in source.names("") or source.names("_blocks")]
         if not names:
             raise RuntimeError(f"no tensor of the checkpoint becomes {self._name}.{stack}")
-        rows, columns = self._shapes[stack]
-        if "_blocks" in forms:
+        rows, columns = self._shapes[stack][::-1] if self._layout.is_transposed else self._shapes[stack]
+        if "_blocks" in source.forms:
             made = self._of_mxfp4(stack, names[0], expert)
             _check_shape(names[0], made, (rows, columns))
             return made
-        weights, shape = self._read(stack, "", expert), (rows // len(names), columns)
-        if self._transposed and "_scale_inv" not in forms:
-            shape = shape[::-1]
-        for name, weight in zip(names, weights, strict=True):
-            _check_shape(name, weight, shape)
-        if "_scale_inv" in forms:
-            return self._of_block_fp8(names, weights, self._read(stack, "_scale_inv", expert))
+        quantised, weights = "_scale_inv" in source.forms, self._read(stack, "", expert)
+        if quantised and not source.merges:
+            raise RuntimeError(f"{names[0]} is in block FP8, and becomes {self._name}.{stack} by more than merging: "
+                               "use transformers' from_pretrained")
+        if source.merges:
+            shape = (rows // len(names), columns)
+            for name, weight in zip(names, weights, strict=True):
+                _check_shape(name, weight, shape[::-1] if self._layout.is_transposed and not quantised else shape)
+        if quantised:
+            return self._of_block_fp8(stack, names, weights, self._read(stack, "_scale_inv", expert))
         return self._of_high_precision(stack, names, weights)
 
     def _read(self, stack: str, part: str, expert: int) -> list[torch.Tensor]:
-        forms = self._forms[stack].get(part)
-        if forms is None:
+        forms = self._sources[stack].names(part)
+        if not forms:
             raise RuntimeError(f"no tensor of the checkpoint becomes {self._name}.{stack}{part}")
         tensors = []
         for form in forms:
@@ -143,11 +180,12 @@ class ExpertTensors:
 
     def _of_mxfp4(self, stack: str, name: str, expert: int) -> MXTensor:
         parts = [self._read(stack, part, expert)[0].to(self._to["device"]) for part in ("_blocks", "_scales")]
-        if stack == "gate_up_proj" and self._in_turn:
+        if stack != DOWN and not self._layout.is_concatenated:
             parts = [gate_then_up(part, dim=0) for part in parts]
         return from_mxfp4(name, *parts, self._rounding)
 
-    def _of_block_fp8(self, names: list[str], weights: list[torch.Tensor], factors: list[torch.Tensor]) -> MXTensor:
+    def _of_block_fp8(self, stack: str, names: list[str], weights: list[torch.Tensor],
+                      factors: list[torch.Tensor]) -> MXTensor:
         weights, factors = ([tensor.to(self._to["device"]) for tensor in tensors] for tensors in (weights, factors))
         if len(weights) == len(factors) == 2:
             parts = zip(names, weights, factors, strict=True)
@@ -157,20 +195,33 @@ class ExpertTensors:
             if weight.dtype != weights[0].dtype:
                 raise TypeError(f"{name} has dtype {weight.dtype}, and {names[0]} has {weights[0].dtype}")
         whole = torch.cat([weight.view(torch.uint8) for weight in weights]).view(weights[0].dtype)
-        return gate_above_up(" above ".join(names), whole, factors[0], self._rounding)
+        convert = gate_above_up if stack != DOWN and self._layout.has_gate else from_block_fp8
+        return convert(" above ".join(names), whole, factors[0], self._rounding)
 
     def _of_high_precision(self, stack: str, names: list[str], weights: list[torch.Tensor]) -> MXTensor:
         for name, weight in zip(names, weights, strict=True):
             if weight.dtype not in DTYPES:
                 raise TypeError(f"{name} has dtype {weight.dtype} and no scales in the checkpoint; expected "
                                 f"{', '.join(map(str, DTYPES))}, or block FP8 or MXFP4")
-        weights = [weight.to(**self._to) for weight in weights]
-        if self._transposed:
-            weights = [weight.t() for weight in weights]
-        if stack == "gate_up_proj" and self._in_turn:
-            weights = [gate_then_up(weight, dim=0) for weight in weights]
-        stacks = [weight.unsqueeze(0).contiguous() for weight in weights]
-        return casts.quantize_weights(stacks, TILE, self._scaling_mode)[0]
+        weight_1NK = self._convert(stack, [weight.to(**self._to) for weight in weights])
+        _check_shape(names[0], weight_1NK[0], self._shapes[stack])
+        parts = [self._layout.split_down(weight_1NK)] if stack == DOWN else self._layout.split_up(weight_1NK)
+        return casts.quantize_weights([part.contiguous() for part in parts], TILE, self._scaling_mode)[0]
+
+    def _convert(self, stack: str, weights: list[torch.Tensor]) -> torch.Tensor:
+        """What transformers' converter makes of one expert's tensors, as a stack of one."""
+        source = self._sources[stack]
+        if not source.operations:
+            return weights[0].unsqueeze(0)
+        patterns = [one for one in source.converter.source_patterns if one in source.forms[""]]
+        found = {pattern: [weight if source.stacks else weight.unsqueeze(0)]
+                 for pattern, weight in zip(patterns, weights, strict=True)}
+        model = SimpleNamespace(get_parameter=lambda name: torch.empty(1, *self._shapes[stack], device="meta"))
+        for operation in source.operations.values():
+            found = operation.convert(found, source_patterns=patterns,
+                                      target_patterns=source.converter.target_patterns,
+                                      full_layer_name=f"{self._name}.{stack}", model=model, config=None)
+        return next(iter(found.values()))
 
 
 def _check_shape(name: str, weight: torch.Tensor, expected: tuple[int, int]) -> None:

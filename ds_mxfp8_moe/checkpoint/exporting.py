@@ -20,6 +20,7 @@ from ..compute.block_fp8 import Rounding, to_block_fp8
 from ..compute.formula import LowRank, gate_then_up
 from ..compute.merging import KeptShare, merge, merge_as_tiles, merge_update, product, seeds_of
 from ..compute.mx import TILE, MXTensor
+from ..layers.experts import ExpertBlock
 from ..layers.lora import unmerged_adapters
 from ..layers.say import print_on_rank_0
 from ..transport.agreement import check_same_arguments
@@ -102,12 +103,13 @@ def stream(model: Published, weights: str, bucket_bytes: int = 2**30, rank_0_onl
 def _check_fp8(model: Published) -> None:
     instead = 'take weights="model"'
     if stacked := model.names.stacked:
-        biased = any(hasattr(layer, "expert_biases") for layer in model.engine.module.modules())
+        biased = any(hasattr(layer, "expert_biases") or isinstance(layer, ExpertBlock) and layer.experts.has_bias
+                     for layer in model.engine.module.modules())
         raise ValueError(f"published checkpoints of {model.names.skeleton.config.model_type} hold the experts of a "
                          f"layer in one tensor{', with biases' if biased else ''} ({stacked[0]}), and engines read no "
                          f"block FP8 in this form: {instead}")
     if not model.stacks:
-        raise ValueError("the model has no AutoEP layers and no converted classic layers, whose experts would be "
+        raise ValueError("the model has no spread experts and no converted classic layers, whose experts would be "
                          f"stored in block FP8: {instead}")
     for stack in model.stacks:
         for role, (N, K) in stack.shapes.items():
@@ -147,11 +149,11 @@ class _Merging(Gather):
         return super().layer_experts(layer, self._merged(layer, weights))
 
     def _merged(self, layer: Any, weights: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """This rank's gate, down and up of a layer, one at a time."""
-        adapters = _adapters_of(layer)
+        """This rank's w1, w2 and w3 of a block, one at a time."""
+        adapters = _of_halves(_adapters_of(layer))
         first, name = layer.ep_rank * layer.num_local_experts, self.names[layer]
         for role, weight in zip(("gate", "down", "up"), weights, strict=True):
-            weight = unpartitioned(weight)
+            weight = weight if weight is None else unpartitioned(weight)
             if role in adapters:
                 experts = range(first, first + layer.num_local_experts)
                 seeds = seeds_of([f"{name}.{role}.{i}" for i in experts], self.step, weight.device)
@@ -202,9 +204,10 @@ class _Experts:
     def __init__(self, stack: ExpertStack, gather: Gather, fp8: bool):
         """Collective in ZeRO-3."""
         self.stack, self.layer, self.gather, self.fp8 = stack, stack.layer, gather, fp8
-        self.local = {role: unpartitioned(w) if isinstance(w, torch.Tensor) else [one.detach() for one in w]
-                      for role, w in stack.weights.items()}
+        self.local = {role: _local(weights) for role, weights in stack.weights.items()}
         self.adapters = _adapters_of(stack.layer)
+        if "gate" in self.local:
+            self.adapters = _of_halves(self.adapters)
         width = 1 if fp8 else max(casts.sample(w).element_size() for w in self.local.values())
         self.bytes_of_one = self.layer.ep_size * width * sum(N * K for N, K in stack.shapes.values())
 
@@ -285,13 +288,27 @@ def _plain(w_LNK: casts.Stack) -> torch.Tensor:
     return casts.dequantize(w_LNK, w_LNK.dtype) if isinstance(w_LNK, MXTensor) else casts.joined([w_LNK])
 
 
+def _local(weights: Any) -> casts.Stack | list[torch.Tensor]:
+    """Weights of an ExpertStack without ZeRO-3's partitions. Collective."""
+    if isinstance(weights, tuple):
+        return torch.cat([unpartitioned(rows) for rows in weights], dim=1)
+    return unpartitioned(weights) if isinstance(weights, torch.Tensor) else [one.detach() for one in weights]
+
+
 def _adapters_of(layer: Any) -> dict[str, LowRank]:
-    """Role -> the adapter of this rank's experts of a layer. Collective in ZeRO-3."""
-    if not hasattr(layer, "expert_adapters"):
+    """Name of a GEMM -> the adapter of this rank's experts of a layer. Collective in ZeRO-3."""
+    if isinstance(layer, ExpertBlock):
+        found = layer.experts.low_rank()
+    elif hasattr(layer, "expert_adapters"):
+        found = layer.expert_adapters.whole()
+    else:
         return {}
-    found = {gemm: LowRank(low.a_ERK.detach(), low.b_ENR.detach())
-             for gemm, low in layer.expert_adapters.whole().items()}
-    if "up" in found:  # of gate and up
-        a_ERK, (gate_EFR, up_EFR) = found["up"].a_ERK, found["up"].b_ENR.chunk(2, dim=1)
-        found |= {"gate": LowRank(a_ERK, gate_EFR), "up": LowRank(a_ERK, up_EFR)}
-    return found
+    return {gemm: LowRank(low.a_ERK.detach(), low.b_ENR.detach()) for gemm, low in found.items()}
+
+
+def _of_halves(adapters: dict[str, LowRank]) -> dict[str, LowRank]:
+    """Adapters of the upper and the lower rows of the first GEMM's weight, as of "gate" and "up"."""
+    if "up" not in adapters:
+        return adapters
+    a_ERK, (gate_EFR, up_EFR) = adapters["up"].a_ERK, adapters["up"].b_ENR.chunk(2, dim=1)
+    return adapters | {"gate": LowRank(a_ERK, gate_EFR), "up": LowRank(a_ERK, up_EFR)}

@@ -17,17 +17,15 @@ import deepspeed
 import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.module_inject.auto_ep import AutoEP
-from deepspeed.module_inject.auto_ep_config import MoELayerSpec
 from torch import nn
 
 from ..compute.block_fp8 import Rounding
 from ..compute.mx import MXTensor
 from ..config import ConfigError, parse, read_ds_config, shown
 from ..ffn.frozen_weights import FrozenWeights
-from ..layers.held_experts import STACKS, HeldExperts, holds_experts, read_before, say_rounding
+from ..layers.held_experts import HeldExperts, holds_experts, read_before, say_rounding
 from ..layers.patches import lent, patched
-from ..layers.presets import added_preset
+from ..layers.stacked import Layout, stacked_experts
 from ..ops.private_names import missing
 from ..transport.agreement import check_same_arguments
 from ..transport.deadline import failure_in_world
@@ -48,8 +46,8 @@ def from_pretrained(name_or_path: str | os.PathLike, ds_config: dict | str | os.
         kwargs: for its `from_pretrained`, among them `config`, the model's own.
 
     Raises:
-        ConfigError: the config does not allow experts in MXFP8 alone, or does not fit the model, in which AutoEP may
-            find no experts.
+        ConfigError: the config does not allow experts in MXFP8 alone, or does not fit the model, or the model has no
+            stacked experts.
         ValueError: ranks differ in `model_class`, `dtype`, or what they read of `ds_config`. Raised on every rank.
         RuntimeError: a file is missing or cut short, a tensor lies in two files, or one of the experts' tensors is
             missing or has another form. Raised on every rank, with the name of the tensor or the file. A missing
@@ -163,54 +161,46 @@ class _Loader:
             given = "a state_dict" if state_dict is not None else ", ".join(map(str, checkpoint_files or ["no files"]))
             raise ConfigError("from_pretrained reads experts from safetensors files, and was given "
                               f"{shown(given)}: use transformers' from_pretrained")
-        specs = self._find_experts(model)
-        if not specs:
-            raise ConfigError(f"AutoEP finds no experts in a {type(model).__name__}: use transformers' "
-                              "from_pretrained")
+        found = self._find_experts(model)
         shards = Shards(checkpoint_files, folder)
-        names = [f"{spec.moe_module_name}.{spec.experts_name}.{stack}" for spec in specs for stack in STACKS]
+        names = [f"{name}.{stack}" for name, experts in found.items() for stack in Layout.of(experts).names]
         read_here, sources = expert_sources(list(shards.file_of), names, load_config.weight_mapping or [],
                                             model.base_model_prefix)
-        held = [_hold(model.get_submodule(spec.moe_module_name), spec, load_config.dtype, device) for spec in specs]
+        held = {name: _hold(model, name, experts, load_config.dtype, device) for name, experts in found.items()}
         with shards.slices(name for name in shards.file_of if name not in read_here) as others:
             result = plain(model, others, None, load_config, *args, **kwargs)
-        _check_loaded(result[0], load_config, {f"{spec.moe_module_name}.{spec.experts_name}": experts for
-                                               spec, experts in zip(specs, held, strict=True)})
-        for spec, experts in zip(specs, held, strict=True):
-            tensors = ExpertTensors(shards, sources, spec, experts.is_transposed, load_config.dtype, device,
-                                    self.scaling_mode, self.rounding)
-            first, weights = self._read(spec, tensors.tiles, load_config.dtype, device)
+        _check_loaded(result[0], load_config, held)
+        for name, experts in held.items():
+            tensors = ExpertTensors(shards, sources, name, experts, load_config.dtype, device, self.scaling_mode,
+                                    self.rounding)
+            first, weights = self._read(name, experts, tensors.tiles, load_config.dtype, device)
             experts.weights_of = partial(read_before, weights, first)
         return result
 
-    def _find_experts(self, model: nn.Module) -> list[MoELayerSpec]:
-        from deepspeed.module_inject.auto_ep_config import parse_autoep_config
-
-        try:
-            with added_preset(model):
-                specs = AutoEP(model, parse_autoep_config(self.expert_parallel)).ep_parser()
-        except Exception as error:  # of other types for each wrong key
-            raise ConfigError(f'"expert_parallel" does not fit a {type(model).__name__}: {type(error).__name__}: '
-                              f"{error}") from error
-        for spec in specs:
-            if spec.num_experts % self.ep_size:
+    def _find_experts(self, model: nn.Module) -> dict[str, nn.Module]:
+        found = dict(stacked_experts(model))
+        if not found:
+            raise ConfigError(f"a {type(model).__name__} has no stacked experts, which this function holds in MXFP8: "
+                              "use transformers' from_pretrained")
+        for name, experts in found.items():
+            if experts.num_experts % self.ep_size:
                 raise ConfigError(f'"autoep_size" in "expert_parallel" is {self.ep_size}, which does not divide the '
-                                  f"{spec.num_experts} experts of {spec.moe_module_name}")
-        return specs
+                                  f"{experts.num_experts} experts of {name}")
+        return found
 
-    def _read(self, spec: MoELayerSpec, tiles_of: Callable[[str, int], MXTensor], dtype: torch.dtype,
+    def _read(self, name: str, experts: HeldExperts, tiles_of: Callable[[str, int], MXTensor], dtype: torch.dtype,
               device: torch.device) -> tuple[int, FrozenWeights]:
         """The first of this rank's experts of a block, and the weights of all of them."""
-        count = spec.num_experts // self.ep_size
+        layout, count = experts.layout, experts.num_experts // self.ep_size
         first = at = self.ep_rank * count
         try:
-            weights = FrozenWeights(count, spec.hidden_size, spec.ffn_hidden_size, dtype, device)
+            _, H, F = layout.split_down(experts.down_proj).shape
+            weights = FrozenWeights(count, H, F, dtype, device, layout.has_gate)
             for at in range(first, first + count):
-                for gemm, stack in zip(("up", "down"), STACKS, strict=True):
+                for gemm, stack in zip(("up", "down"), layout.names, strict=True):
                     weights.put_tiles(gemm, at - first, tiles_of(stack, at))
         except (torch.OutOfMemoryError, MemoryError) as error:
-            raise RuntimeError(f"out of memory at expert {at} of {spec.moe_module_name}.{spec.experts_name}: "
-                               f"{error}") from error
+            raise RuntimeError(f"out of memory at expert {at} of {name}: {error}") from error
         except (TypeError, ValueError) as error:  # which name the tensor
             raise RuntimeError(str(error)) from error
         return first, weights
@@ -237,13 +227,9 @@ def _dequantizing(plain: Any, quantizer: Any, *args, **kwargs) -> None:
     quantizer.quantization_config.dequantize = True
 
 
-def _hold(block: nn.Module, spec: MoELayerSpec, dtype: torch.dtype, device: torch.device) -> HeldExperts:
-    """Puts HeldExperts into a block that has no memory yet."""
-    source = getattr(block, spec.experts_name)
-    if (spec.expert_w1_name, spec.expert_w2_name, spec.expert_w3_name) != (*STACKS, None):
-        raise ConfigError(f"{spec.moe_module_name}.{spec.experts_name} is a {type(source).__name__} without "
-                          f"{' and '.join(STACKS)}: use transformers' from_pretrained")
-    held = HeldExperts(source, tuple(getattr(source, stack).shape for stack in STACKS),
-                       getattr(source, "is_transposed", False), dtype, device)
-    setattr(block, spec.experts_name, held)
+def _hold(model: nn.Module, name: str, experts: nn.Module, dtype: torch.dtype, device: torch.device) -> HeldExperts:
+    """Puts HeldExperts in the place of experts that have no memory yet."""
+    shapes = tuple(getattr(experts, stack).shape for stack in Layout.of(experts).names)
+    held = HeldExperts(experts, shapes, dtype, device)
+    model.set_submodule(name, held)
     return held

@@ -2,9 +2,11 @@
 """Collects a model from the ranks that train it, tensor by tensor: all experts, under the names of the model on one
 process.
 
-AutoEP gives each rank its own experts, stacked as w1, w2, w3, and a router of its own. To find their names in the
-original model, this file builds the model once more on the meta device and runs DeepSpeed's detection of MoE layers on
-it. Classic layers number the experts of each rank from 0.
+Each rank has its own experts of an MoE block, as w1, w2 and w3 in place of two stacked weights (layers/stacked.py).
+Everything else has its name. Classic layers number the experts of each rank from 0.
+
+A block that AutoEP has replaced has other names. To find the original ones, the end of this file builds the model once
+more on the meta device and runs DeepSpeed's detection of MoE layers on it.
 """
 
 import copy
@@ -24,14 +26,17 @@ from deepspeed.moe.fused_expert_layout import classify_fused_gate_up_layout
 from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from ..layers.frozen_experts import WEIGHTS, frozen_layers
+from ..layers.experts import ExpertBlock, expert_blocks
+from ..layers.frozen_experts import WEIGHTS, frozen_layers, frozen_of
 from ..layers.lora import base_prefix, is_peft, published_parts
 from ..layers.presets import added_preset, gate_and_up_in_turn
 from ..layers.say import print_on_rank_0
+from ..layers.stacked import DOWN
 from ..transport.deadline import deadline_for, ranks_of
 
 CLASSIC_EXPERT = re.compile(r"(?P<layer>.+)\.experts\.deepspeed_experts\.(?P<index>\d+)\.(?P<rest>.+)")
 Wanted = Callable[[str, torch.Tensor], Any]  # gets each tensor with its name in the model; false leaves it out
+Replaced = dict[str, tuple[MoELayerSpec, torch.nn.Module]]  # see `replaced_blocks`
 
 
 @dataclass(frozen=True)
@@ -55,15 +60,15 @@ class Gather:
         return self._placed(unpartitioned(value))
 
     def experts(self, layer: Any, weight: torch.Tensor) -> torch.Tensor | None:
-        """[E, ...] of all ranks' experts. None where it is not kept. `layer`: AutoEP's, or a classic layer's inner."""
+        """[E, ...] of all ranks' experts. None where it is not kept. `layer`: a block, or a classic layer's inner."""
         parts = self.parts(layer, unpartitioned(weight).contiguous())
         if parts is None or len(parts) == 1:
             return self._placed(parts[0]) if parts else None
         return torch.cat([self._placed(part) for part in parts])
 
-    def layer_experts(self, layer: Any, weights: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
-        """`experts` of each of an AutoEP layer's weights: gate, down and up."""
-        return [self.experts(layer, weight) for weight in weights]
+    def layer_experts(self, layer: Any, weights: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """`experts` of each of a block's weights w1, w2 and w3. None stands for one that is not wanted."""
+        return [None if weight is None else self.experts(layer, weight) for weight in weights]
 
     def parts(self, layer: Any, local: torch.Tensor) -> list[torch.Tensor] | None:
         """What each rank of the layer's group gives as `local`, in rank order, on the device. None: not kept here."""
@@ -89,23 +94,21 @@ class Gather:
 def whole_state_dict(model: torch.nn.Module, expert_parallel: AutoEPConfig,
                      wanted: Wanted = lambda name, value: True, skeleton: torch.nn.Module | None = None,
                      keep: bool | None = None) -> dict | None:
-    """The state dict of a model that AutoEP trains, with all experts, under Hugging Face's names, in host memory.
+    """The state dict of a model with all experts, under Hugging Face's names, in host memory.
 
     Collective, unless `needs_peers` is false.
 
     Args:
         model: a transformers model, a PeftModel around one, or a module that holds one of these. Names begin as in its
             own state dict.
-        expert_parallel: DeepSpeed's section "expert_parallel", with which AutoEP made the layers.
-        skeleton: the model as transformers builds it, if the caller has it already.
+        expert_parallel, skeleton: see `replaced_blocks`.
         keep: whether this rank gets the result. By default rank 0 does; the others get None.
 
     Raises:
-        RuntimeError: AutoEP does not find the layers in a new model.
+        RuntimeError: AutoEP does not find the blocks that it has replaced in a new model.
     """
     keep = dist.get_rank() == 0 if keep is None else keep
-    skeleton = skeleton or skeleton_of(model)
-    state = dict(tensors(model, specs_of(model, skeleton, expert_parallel), skeleton, Gather(keep), wanted))
+    state = dict(tensors(model, replaced_blocks(model, expert_parallel, skeleton), Gather(keep), wanted))
     return state if keep else None
 
 
@@ -121,14 +124,14 @@ def is_partitioned(model: torch.nn.Module) -> bool:
 
 
 def autoep_layers(model: torch.nn.Module) -> dict[str, AutoEPMoELayer]:
-    """AutoEP's layers by their names in the model."""
+    """The blocks whose experts are spread, by their names in the model."""
     return {name: module for name, module in model.named_modules() if isinstance(module, AutoEPMoELayer)}
 
 
 def held_model(model: torch.nn.Module) -> tuple[torch.nn.Module, str]:
     """The transformers model or PeftModel that a module is or holds, and its name there ("" if it is the module).
 
-    Of several, it is the one that has AutoEP's layers.
+    Of several, it is the one that has spread experts.
 
     Raises:
         TypeError: there is none, or more than one. Or it has classic MoE layers, which transformers does not know.
@@ -213,6 +216,92 @@ def skeleton_of(model: torch.nn.Module) -> torch.nn.Module:
     return skeleton
 
 
+def tensors(model: torch.nn.Module, replaced: Replaced, gather: Gather,
+            wanted: Wanted) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) under Hugging Face's names, one MoE layer or one other tensor at a time. Collective.
+    Nothing where not `gather.keep`. `replaced`: of `replaced_blocks`. For the other arguments, see `whole_state_dict`.
+    """
+    entries = {name: value for name, value in model.state_dict(keep_vars=True).items() if wanted(name, value)}
+    dequantised = {name for name in frozen_layers(model) if wanted(f"{name}.experts.w1", torch.empty(0))}
+    if dequantised and gather.on_host:
+        print_on_rank_0(f"mxfp8_moe: the frozen experts of {len(dequantised)} layers, which are held in MXFP8, are "
+                        "saved in the model's dtype, with the values that they compute with")
+    for name, (spec, source) in replaced.items():
+        start = f"{name}."
+        own = {key.removeprefix(start): entries.pop(key) for key in list(entries) if key.startswith(start)}
+        for key, tensor in _layer_tensors(model.get_submodule(name), source, spec, own, gather,
+                                          name in dequantised):
+            yield start + key, tensor
+    for name, block in expert_blocks(model):
+        own = {key: entries.pop(f"{name}.experts.{key}", None) for key in WEIGHTS}
+        weights = frozen_of(block.experts).dequantized() if name in dequantised else own.values()
+        for key, tensor in _stacks(block, gather.layer_experts(block, weights)):
+            yield f"{name}.experts.{base_prefix(block)}{key}", tensor
+    tied, uses = {}, Counter(map(id, entries.values()))
+    for name, value in entries.items():
+        tensor = tied[id(value)] if id(value) in tied else gather.whole(value)
+        if uses[id(value)] > 1:
+            tied[id(value)] = tensor
+        if gather.keep:
+            yield name, tensor
+
+
+def _stacks(block: ExpertBlock, weights: list[torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:
+    """transformers' stacked weights of a block, under their names in the module of experts, of w1, w2 and w3."""
+    layout, (w1, w2, w3) = block.experts.layout, weights
+    if w1 is not None:
+        yield layout.up, layout.join_up(w1, w3)
+    if w2 is not None:
+        yield DOWN, layout.join_down(w2)
+
+
+def classic_layers(model: torch.nn.Module) -> dict[str, MOELayer]:
+    """The inner layers of `deepspeed.moe.layer.MoE` by their names in the model."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, MOELayer)}
+
+
+def classic_tensors(model: torch.nn.Module, gather: Gather, wanted: Wanted) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of a model with classic layers, as it is with `ep_size=1`. Collective. Nothing where not
+    `gather.keep`."""
+    layers = classic_layers(model)
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not wanted(name, value):
+            continue
+        found = CLASSIC_EXPERT.fullmatch(name)
+        layer = layers.get(found["layer"]) if found else None
+        if layer is None:
+            tensor = gather.whole(value)
+            if gather.keep:
+                yield name, tensor
+            continue
+        of_ranks = gather.experts(layer, value.unsqueeze(0))
+        for rank, tensor in enumerate(of_ranks if gather.keep else ()):
+            index = rank * layer.num_local_experts + int(found["index"])
+            yield f"{found['layer']}.experts.deepspeed_experts.{index}.{found['rest']}", tensor.clone()
+
+
+def unpartitioned(value: torch.Tensor) -> torch.Tensor:
+    """A parameter as it is without ZeRO-3. Collective."""
+    if not hasattr(value, "ds_id"):
+        return value.detach()
+    with deepspeed.zero.GatheredParameters([value]):
+        return value.detach().clone()
+
+
+def check_complete(state: dict, skeleton) -> None:
+    """Raises RuntimeError unless these are the model's tensors, all of them."""
+    wanted = skeleton.state_dict()
+    differing = [name for name in {**wanted, **state}
+                 if name not in wanted or name not in state or wanted[name].shape != state[name].shape]
+    if differing:
+        given = {name: tuple(state[name].shape) if name in state else None for name in differing[:4]}
+        raise RuntimeError(f"{len(differing)} tensors differ from those of {type(skeleton).__name__}: {given} ... "
+                           "(None: missing). engine.save_16bit_model writes the model with what was added to it")
+
+
+# ---- blocks that AutoEP has replaced -------------------------------------------------------------------------------
+
+
 def _below(prefix: str, skeleton):
     """A module in which the skeleton has the name `prefix`."""
     root = skeleton
@@ -223,17 +312,21 @@ def _below(prefix: str, skeleton):
     return root
 
 
-def specs_of(model: torch.nn.Module, skeleton: torch.nn.Module,
-             expert_parallel: AutoEPConfig) -> dict[str, MoELayerSpec]:
-    """AutoEP's description of each of its layers in the original model, by the layer's name in `model`.
+def replaced_blocks(model: torch.nn.Module, expert_parallel: AutoEPConfig,
+                    skeleton: torch.nn.Module | None = None) -> Replaced:
+    """By a block's name in `model`: AutoEP's description of the block that it has replaced, and the block itself.
+
+    Args:
+        expert_parallel: DeepSpeed's section "expert_parallel", with which AutoEP made the layers.
+        skeleton: the model as transformers builds it, if the caller has it already.
 
     Raises:
-        RuntimeError: AutoEP does not find the layers in a new model.
+        RuntimeError: AutoEP does not find the blocks in a new model.
     """
-    _, prefix = base_of(model)
-    names = list(autoep_layers(model))
+    names = [name for name, layer in autoep_layers(model).items() if not isinstance(layer, ExpertBlock)]
     if not names:
         return {}
+    (_, prefix), skeleton = base_of(model), skeleton or skeleton_of(model)
     if prefix and expert_parallel.moe_layer_pattern is not None:  # a pattern for the names in `model`
         skeleton, prefix = _below(prefix, skeleton), ""
     with added_preset(skeleton):
@@ -243,34 +336,7 @@ def specs_of(model: torch.nn.Module, skeleton: torch.nn.Module,
     if missing:
         raise RuntimeError(f"AutoEP finds no MoE layer at {missing[0]} of a new {type(model).__name__}: give the "
                            "engine a model as its config makes it")
-    return {name: specs[name] for name in names}
-
-
-def tensors(model: torch.nn.Module, specs: dict[str, MoELayerSpec], skeleton: torch.nn.Module, gather: Gather,
-            wanted: Wanted) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) under Hugging Face's names, one MoE layer or one other tensor at a time. Collective.
-    Nothing where not `gather.keep`. `specs`: of `specs_of`. For the other arguments, see `whole_state_dict`.
-    """
-    _, prefix = base_of(model)
-    entries = {name: value for name, value in model.state_dict(keep_vars=True).items() if wanted(name, value)}
-    dequantised = {name for name in frozen_layers(model) if wanted(f"{name}.experts.w1", torch.empty(0))}
-    if dequantised and gather.on_host:
-        print_on_rank_0(f"mxfp8_moe: the frozen experts of {len(dequantised)} layers, which are held in MXFP8, are "
-                        "saved in the model's dtype, with the values that they compute with")
-    for name, spec in specs.items():
-        start = f"{name}."
-        own = {key.removeprefix(start): entries.pop(key) for key in list(entries) if key.startswith(start)}
-        source = skeleton.get_submodule(name.removeprefix(f"{prefix}."))
-        for key, tensor in _layer_tensors(model.get_submodule(name), source, spec, own, gather,
-                                          name in dequantised):
-            yield start + key, tensor
-    tied, uses = {}, Counter(map(id, entries.values()))
-    for name, value in entries.items():
-        tensor = tied[id(value)] if id(value) in tied else gather.whole(value)
-        if uses[id(value)] > 1:
-            tied[id(value)] = tensor
-        if gather.keep:
-            yield name, tensor
+    return {name: (specs[name], skeleton.get_submodule(specs[name].moe_module_name)) for name in names}
 
 
 def _layer_tensors(layer, source, spec: MoELayerSpec, own: dict, gather: Gather,
@@ -323,47 +389,3 @@ def unpacked(gate_EFH, down_EHF, up_EFH, source, spec: MoELayerSpec) -> Iterator
             for name, part in zip(names, parts, strict=False):
                 linear = isinstance(getattr(expert, name), torch.nn.Module)
                 yield f"{i}.{name}.weight" if linear else f"{i}.{name}", part[i].clone()  # in storage of its own
-
-
-def classic_layers(model: torch.nn.Module) -> dict[str, MOELayer]:
-    """The inner layers of `deepspeed.moe.layer.MoE` by their names in the model."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, MOELayer)}
-
-
-def classic_tensors(model: torch.nn.Module, gather: Gather, wanted: Wanted) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of a model with classic layers, as it is with `ep_size=1`. Collective. Nothing where not
-    `gather.keep`."""
-    layers = classic_layers(model)
-    for name, value in model.state_dict(keep_vars=True).items():
-        if not wanted(name, value):
-            continue
-        found = CLASSIC_EXPERT.fullmatch(name)
-        layer = layers.get(found["layer"]) if found else None
-        if layer is None:
-            tensor = gather.whole(value)
-            if gather.keep:
-                yield name, tensor
-            continue
-        of_ranks = gather.experts(layer, value.unsqueeze(0))
-        for rank, tensor in enumerate(of_ranks if gather.keep else ()):
-            index = rank * layer.num_local_experts + int(found["index"])
-            yield f"{found['layer']}.experts.deepspeed_experts.{index}.{found['rest']}", tensor.clone()
-
-
-def unpartitioned(value: torch.Tensor) -> torch.Tensor:
-    """A parameter as it is without ZeRO-3. Collective."""
-    if not hasattr(value, "ds_id"):
-        return value.detach()
-    with deepspeed.zero.GatheredParameters([value]):
-        return value.detach().clone()
-
-
-def check_complete(state: dict, skeleton) -> None:
-    """Raises RuntimeError unless these are the model's tensors, all of them."""
-    wanted = skeleton.state_dict()
-    differing = [name for name in {**wanted, **state}
-                 if name not in wanted or name not in state or wanted[name].shape != state[name].shape]
-    if differing:
-        given = {name: tuple(state[name].shape) if name in state else None for name in differing[:4]}
-        raise RuntimeError(f"{len(differing)} tensors differ from those of {type(skeleton).__name__}: {given} ... "
-                           "(None: missing). engine.save_16bit_model writes the model with what was added to it")

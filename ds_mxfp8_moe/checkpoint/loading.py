@@ -5,6 +5,8 @@
 - In ZeRO-1 and 2, DeepSpeed loads rank 0's frozen experts on every rank. Here each rank loads its own.
 - In ZeRO-1 and 2, what was trained before and is frozen now ends in a KeyError. Here it is loaded.
 - In ZeRO-3, DeepSpeed refuses to save frozen experts, as with LoRA. Here what is trained is saved without them.
+- In ZeRO-3, DeepSpeed gathers all parameters of experts to load them. Of those that every rank has, such as biases, a
+  checkpoint has no values there: they are in the optimizer's partitions.
 - Frozen experts that are held in MXFP8 are in no checkpoint. They stay as the model was loaded.
 - A save that fails, and one that is killed, leave the earlier checkpoint whole: engine_checkpoints.py.
 """
@@ -39,6 +41,7 @@ def hook_checkpoints(engine: DeepSpeedEngine) -> None:
     if engine.zero_optimization_partition_weights():
         wrap(engine, "save_checkpoint", partial(_without_moe_layers, engine), until=engine)
         wrap(engine, "load_checkpoint", partial(_without_moe_layers, engine), until=engine)
+        wrap(engine, "load_module_state_dict", _fetch_spread_alone, until=engine)
     else:
         wrap(engine, "load_module_state_dict", partial(_with_own_frozen, engine), until=engine)
     if engine.checkpoint_engine is not None:
@@ -77,6 +80,13 @@ def _with_own_frozen(engine: DeepSpeedEngine, plain: Callable, checkpoint: dict,
         own = {name: checkpoint["module"][name] for name in frozen if name in checkpoint["module"]}
         checkpoint = {**checkpoint, FROZEN_PARAM_FRAGMENTS: fragments | own}
     plain(checkpoint, *args, **kwargs)
+
+
+def _fetch_spread_alone(plain: Callable, *args, **kwargs) -> None:
+    given = inspect.signature(plain).bind(*args, **kwargs)
+    if fetched := given.arguments.get("z3_params_to_fetch"):
+        given.arguments["z3_params_to_fetch"] = [p for p in fetched if is_moe_param(p)]
+    plain(*given.args, **given.kwargs)
 
 
 def _without_moe_layers(engine: DeepSpeedEngine, plain: Callable, *args, **kwargs) -> Any:

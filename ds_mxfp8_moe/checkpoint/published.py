@@ -9,11 +9,11 @@ other tensors. Models with classic layers are the user's own, and keep their nam
 import math
 import re
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
-from deepspeed.module_inject.auto_ep_config import MoELayerSpec
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
@@ -21,11 +21,13 @@ from ..compute.block_fp8 import rows_of
 from ..compute.formula import IN_TURN
 from ..config import Recipe
 from ..layers.classic import MXFP8MOELayer
+from ..layers.experts import ExpertBlock
 from ..layers.frozen_experts import frozen_of
 from ..layers.lora import adapted_weights, is_peft, merged_name
 from ..ops.private_names import line_about, missing
 from .gathering import (
     Gather,
+    Replaced,
     autoep_layers,
     base_of,
     beside_held,
@@ -33,12 +35,12 @@ from .gathering import (
     classic_layers,
     classic_tensors,
     held_model,
+    replaced_blocks,
     skeleton_of,
-    specs_of,
     tensors,
 )
 
-WEIGHTS = {"gate": "w1", "up": "w3", "down": "w2"}  # role of an expert's weight -> its name in AutoEP's layers
+WEIGHTS = {"gate": "w1", "up": "w3", "down": "w2"}  # role of an expert's weight -> its name in spread experts
 NAMES = "_mxfp8_published_names"  # of an engine that has exported: its Names
 _FFN, _HIDDEN = 2, 3  # of marked experts
 
@@ -48,9 +50,9 @@ class ExpertStack:
     """The experts of one layer, where each of their matrices is a tensor of its own in published checkpoints.
 
     Attributes:
-        layer: AutoEP's, or a classic layer's inner.
-        weights: role -> this rank's experts, one tensor [L, N, K] or L matrices [N, K]. An MXTensor, in tiles, where
-            they are held so.
+        layer: a block, or a classic layer's inner.
+        weights: role -> this rank's experts: one tensor [L, N, K], L matrices [N, K], or a tuple of two tensors, the
+            upper and the lower rows of each matrix. An MXTensor, in tiles, where they are held so.
         names: role -> the name of each expert's matrix, for all experts of the layer.
         own_names: of `weights`, in the engine's model.
         recipe: with which the layer computes. None: it is not converted, or always computes in bf16.
@@ -67,8 +69,14 @@ class ExpertStack:
     @property
     def shapes(self) -> dict[str, torch.Size]:
         """Role -> [N, K]."""
-        return {role: getattr(w, "ds_shape", w.shape)[1:] if isinstance(w, torch.Tensor) else w[0].shape
-                for role, w in self.weights.items()}
+        return {role: _shape_of_each(weights) for role, weights in self.weights.items()}
+
+
+def _shape_of_each(weights: Any) -> torch.Size:
+    if isinstance(weights, tuple):
+        upper, lower = map(_shape_of_each, weights)
+        return torch.Size((upper[0] + lower[0], upper[1]))
+    return getattr(weights, "ds_shape", weights.shape)[1:] if isinstance(weights, torch.Tensor) else weights[0].shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,25 +85,30 @@ class Names:
 
     Attributes:
         skeleton: the model as transformers builds it. None: it is no transformers model.
-        specs: AutoEP's description of each of its layers in the skeleton.
-        others: name in the skeleton -> published name, for all tensors but `experts`.
+        replaced: see `replaced_blocks`.
+        others: name in the skeleton -> published name, for all tensors but `converted` and `experts`.
+        converted: name in the skeleton -> published names, for tensors of which published ones are made one by one, as
+            by a transposition.
         tied: names in the skeleton of weights that checkpoints hold under another name.
         stacked: published names of tensors that hold the experts of a whole layer.
         experts: layer -> role -> published name for each expert, where checkpoints hold experts one by one.
     """
 
     skeleton: torch.nn.Module | None = None
-    specs: dict[str, MoELayerSpec] = field(default_factory=dict)
+    replaced: Replaced = field(default_factory=dict)
     others: dict[str, str] = field(default_factory=dict)
+    converted: dict[str, list[str]] = field(default_factory=dict)
     tied: set[str] = field(default_factory=set)
     stacked: list[str] = field(default_factory=list)
     experts: dict[str, dict[str, list[str]]] = field(default_factory=dict)
 
     def unconverted_modules(self) -> list[str]:
-        """The modules of `others`. One that also holds experts, beside a tensor of its own, is not among them."""
+        """The modules of all tensors but experts. One that also holds experts, beside a tensor of its own, is not
+        among them."""
         of_experts = {name[:dot.start()] for roles in self.experts.values() for names in roles.values()
                       for name in names for dot in re.finditer(r"\.", name)}
-        return sorted({name.rpartition(".")[0] for name in self.others.values()} - of_experts)
+        others = chain(self.others.values(), *self.converted.values())
+        return sorted({name.rpartition(".")[0] for name in others} - of_experts)
 
 
 @dataclass(frozen=True)
@@ -118,8 +131,10 @@ class Published:
         """(published name, tensor) of all but `stacks`, one by one. Collective. Nothing where not `gather.keep`.
         """
         of_stacks = {name for stack in self.stacks for name in stack.own_names}
-        for name, tensor in _tensors(self.engine.module, self.names.skeleton, self.names.specs, gather, of_stacks):
-            if name not in self.names.tied:
+        for name, tensor in _tensors(self.engine.module, self.names, gather, of_stacks):
+            if name in self.names.converted:
+                yield from _reverted(self.names.skeleton, {name: tensor}).items()
+            elif name not in self.names.tied:
                 yield self.names.others.get(name, name), tensor
         for name, value in self.beside.items():
             tensor = gather.whole(value)
@@ -143,18 +158,25 @@ def published(engine: DeepSpeedEngine) -> Published:
     if NAMES not in vars(engine):
         vars(engine)[NAMES] = _names(engine)
     names, layers = vars(engine)[NAMES], autoep_layers(engine.module)
-    stacks = [ExpertStack(layers[name], _autoep_weights(layers[name].experts), roles,
+    stacks = [ExpertStack(layers[name], _spread_weights(layers[name].experts), roles,
                           [f"{name}.experts.{key}" for key in WEIGHTS.values()], _recipe(layers[name]))
               for name, roles in names.experts.items()]
     return Published(engine, names, stacks, adapted_weights(engine.module), beside_held(engine.module))
 
 
-def _autoep_weights(experts: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Role -> [L, N, K]: a parameter, or an MXTensor where the experts hold no parameters."""
-    frozen = frozen_of(experts)
+def _has_gate(layer: torch.nn.Module) -> bool:
+    return not isinstance(layer, ExpertBlock) or layer.experts.layout.has_gate
+
+
+def _spread_weights(experts: torch.nn.Module) -> dict[str, Any]:
+    """Role -> [L, N, K]: parameters, or an MXTensor where the experts hold no parameters."""
+    frozen, gated = frozen_of(experts), getattr(experts, "has_gate", True)
     if frozen is None:
-        return {role: getattr(experts, key) for role, key in WEIGHTS.items()}
+        weights = {role: getattr(experts, key) for role, key in WEIGHTS.items()}
+        return weights if gated else {"up": (weights["gate"], weights["up"]), "down": weights["down"]}
     operands, ffn_size = frozen.operands(), frozen.down_data.shape[2]
+    if not gated:
+        return dict(operands)
     return {"gate": rows_of(operands["up"], 0, ffn_size), "up": rows_of(operands["up"], ffn_size, 2 * ffn_size),
             "down": operands["down"]}
 
@@ -177,23 +199,23 @@ def _classic_stacks(model: torch.nn.Module) -> list[ExpertStack]:
 
 
 def _recipe(layer) -> Recipe | None:
-    settings = vars(layer).get("mxfp8_settings")
+    settings = vars(layer.experts if isinstance(layer, ExpertBlock) else layer).get("mxfp8_settings")
     quantizes = settings is not None and settings.recipe.quantize_gemm and not math.isinf(
         settings.min_tokens_per_expert)
     return settings.recipe if quantizes else None
 
 
-def _tensors(model: torch.nn.Module, skeleton: torch.nn.Module | None, specs: dict[str, MoELayerSpec],
-             gather: Gather, without: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(model: torch.nn.Module, names: Names, gather: Gather,
+             without: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
     """(name in the skeleton, tensor) of all of the `held_model` but adapters, which are merged, and `without`.
 
     `without`: names in the engine's model.
     """
-    if skeleton is None:
+    if names.skeleton is None:
         yield from classic_tensors(model, gather, lambda name, value: name not in without)
         return
     (held, _), (_, prefix), without = held_model(model), base_of(model), {*without, *beside_held(model)}
-    for name, tensor in tensors(model, specs, skeleton, gather,
+    for name, tensor in tensors(model, names.replaced, gather,
                                 lambda name, value: name not in without and merged_name(name, held, prefix)):
         yield merged_name(name, held, prefix), tensor
 
@@ -211,49 +233,69 @@ class _Marks(Gather):
 
     def layer_experts(self, layer, weights):
         name = next(name for name, one in autoep_layers(self.model).items() if one is layer)
-        marks = []
-        for role in ("gate", "down", "up"):
-            first = len(self.known)
+        first = {}
+        for role in _roles(layer):
+            first[role] = len(self.known)
             self.known.extend((name, role, i) for i in range(layer.num_experts))
-            marks.append(torch.arange(first, len(self.known)).view(-1, 1, 1).repeat(1, *_shape(role)))
-        return marks
+        return [torch.arange(first[role], first[role] + layer.num_experts).view(-1, 1, 1).repeat(1, *shape)
+                for role, shape in ((_roles(layer)[0], (_FFN, _HIDDEN)), ("down", (_HIDDEN, _FFN)),
+                                    ("up", (_FFN, _HIDDEN)))]
 
 
-def _shape(role: str) -> tuple[int, int]:
-    return (_HIDDEN, _FFN) if role == "down" else (_FFN, _HIDDEN)
+def _roles(layer: torch.nn.Module) -> tuple[str, ...]:
+    """Of the matrices that each expert has, as `_spread_weights` names them."""
+    return ("gate", "up", "down") if _has_gate(layer) else ("up", "down")
+
+
+def _mark_shape(layer: torch.nn.Module, role: str) -> tuple[int, int]:
+    return (_HIDDEN, _FFN) if role == "down" else (_FFN * (1 if _has_gate(layer) else 2), _HIDDEN)
+
+
+def _reverted(skeleton: torch.nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What transformers saves of a state dict."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(skeleton, state)
 
 
 def _names(engine: DeepSpeedEngine) -> Names:
     """Of a transformers model."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    skeleton = skeleton_of(engine.module)
-    specs = specs_of(engine.module, skeleton, engine._config.expert_parallel_config)
+    skeleton, layers = skeleton_of(engine.module), autoep_layers(engine.module)
+    found = Names(skeleton=skeleton,
+                  replaced=replaced_blocks(engine.module, engine._config.expert_parallel_config, skeleton))
     marks = _Marks(keep=True, on_host=False, model=engine.module)
     own, marked, name_of, tied = skeleton.state_dict(), {}, {}, set()
-    for name, mark in _tensors(engine.module, skeleton, specs, marks):
+    for name, mark in _tensors(engine.module, found, marks):
         if id(mark) in name_of:
             tied.add(name)
             mark = torch.empty_like(mark)
         marked[name] = mark
         name_of[id(mark)] = name
     check_complete({name: mark if mark.is_meta else own.get(name, mark) for name, mark in marked.items()}, skeleton)
-    others, experts = {}, {name: {role: {} for role in WEIGHTS} for name in autoep_layers(engine.module)}
-    for name, mark in revert_weight_conversion(skeleton, dict(marked)).items():
+    others, experts = {}, {name: {role: {} for role in _roles(layer)} for name, layer in layers.items()}
+    saved = _reverted(skeleton, dict(marked))
+    for name, mark in saved.items():
         if not mark.is_meta and mark.dim() == 2 and bool((mark == mark[0, 0]).all()):
             layer, role, expert = marks.known[mark[0, 0]]
-            if mark.shape == _shape(role):
+            if mark.shape == _mark_shape(layers[layer], role):
                 experts[layer][role][expert] = name
         elif id(mark) in name_of:
             others[name_of[id(mark)]] = name
-    one_by_one = all(len(of_role) == engine.module.get_submodule(layer).num_experts
+    one_by_one = all(len(of_role) == layers[layer].num_experts
                      for layer, roles in experts.items() for of_role in roles.values())
+    if not one_by_one:
+        experts = {}
+    published = [*others.values(), *(name for roles in experts.values() for of_role in roles.values()
+                                     for name in of_role.values())]
     lost = [name for name, mark in marked.items() if name not in others and (mark.is_meta or not one_by_one)]
-    if lost:
+    converted = {name: list(_reverted(skeleton, {name: torch.empty_like(own[name], device="meta")})) for name in lost}
+    if sorted(chain(published, *converted.values())) != sorted(saved):
         raise RuntimeError(f"published checkpoints of {skeleton.config.model_type} hold {lost[0]} in a form that this "
                            "function does not know. ds_mxfp8_moe.save_pretrained(engine, directory) writes the model "
                            "without quantisation")
-    return Names(skeleton=skeleton, specs=specs, others=others, tied=tied,
-                 stacked=[others[name] for name, mark in marked.items() if not mark.is_meta and name in others],
-                 experts={layer: {role: [of_role[i] for i in range(len(of_role))] for role, of_role in roles.items()}
-                          for layer, roles in experts.items() if one_by_one})
+    of_stacks = {name: converted.get(name, [others.get(name)]) for name, mark in marked.items() if not mark.is_meta}
+    return replace(
+        found, others=others, converted=converted, tied=tied,
+        stacked=[] if one_by_one else list(chain(*of_stacks.values())),
+        experts={layer: {role: [of_role[i] for i in range(len(of_role))] for role, of_role in roles.items()}
+                 for layer, roles in experts.items()})

@@ -195,10 +195,10 @@ def _staged_call(plain: Callable, given: inspect.BoundArguments, adapters: bool)
 
 
 def _stray_layers(model: torch.nn.Module, state: dict) -> list[str]:
-    """AutoEP's layers of which a state dict has this rank's experts, or none where they are held in MXFP8."""
+    """Blocks of which a state dict has this rank's experts, or none where they are held in MXFP8."""
     held = {} if has_adapters(model) else frozen_layers(model)
     return [name for name in autoep_layers(model) if f"{name}.experts.w1" in state or (
-        name in held and not any(key.startswith(f"{name}.experts.") for key in state))]
+        name in held and not any(key.startswith(f"{name}.experts.") and not key.endswith("_bias") for key in state))]
 
 
 def _save_adapters(plain: Callable, model: Any, *args, **kwargs) -> None:

@@ -205,7 +205,8 @@ def _agree_across_ranks(config: MXFP8MoEConfig, report: ConversionReport,
 
 def build_executor(model: torch.nn.Module) -> None:
     """Builds the executor of recorded launches now, and not in the first forward of a layer that uses it."""
-    device = next((next(layer.parameters()).device for layer in converted_layers(model)), None)
+    tensors = (tensor for layer in converted_layers(model) for tensor in (*layer.parameters(), *layer.buffers()))
+    device = next((tensor.device for tensor in tensors), None)
     if device is not None and has_kernels(device):
         reason = unknown_launcher() or replay.try_load()[1]
         if reason:

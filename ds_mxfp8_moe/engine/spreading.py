@@ -28,7 +28,7 @@ from deepspeed.utils import groups
 from torch import nn
 
 from ..compute.formula import DTYPES
-from ..config import MXFP8MoEConfig
+from ..config import ConfigError, MXFP8MoEConfig
 from ..ffn.frozen_weights import FrozenWeights
 from ..layers.experts import expert_blocks, spread
 from ..layers.frozen_experts import WEIGHTS, free, wants_mxfp8
@@ -117,6 +117,9 @@ class _Spreading:
             if experts is not None and is_stacked(experts):
                 one = Found(name, shape_of(getattr(experts, DOWN))[0], experts)
                 reason = self._obstacle(one)
+                if reason and isinstance(experts, HeldExperts) and not experts.original:
+                    raise ConfigError(f"{name}.experts are held in MXFP8 alone, and cannot be spread: {reason}. Load "
+                                      "the model by transformers' from_pretrained")
                 left.append(f"{name}: {reason}") if reason else found.append(one)
         if left:
             print_on_rank_0(f"mxfp8_moe: WARNING: experts of {len(left)} MoE blocks stay whole on every rank, as "
@@ -153,7 +156,8 @@ class _Spreading:
             whole = [getattr(experts, name) for name in layout.names]
             frozen = self._frozen(found, layout, whole, ep_size, ep_rank)
             weights = {} if frozen else share(layout, whole, found.num_experts // ep_size, ep_rank)
-            spread(block, experts, weights, ep_size, ep_rank)
+            spread(block, experts, weights, ep_size, ep_rank,
+                   experts.leave() if isinstance(experts, HeldExperts) else None)
             if frozen:
                 experts.frozen = frozen
                 self.frozen.append(experts)
@@ -171,7 +175,8 @@ class _Spreading:
                 ep_rank: int) -> FrozenWeights | None:
         """The weights of experts that are to be held in MXFP8 alone. None: this block's are not."""
         held, name = isinstance(found.experts, HeldExperts), f"{self.prefix}{found.moe_module_name}"
-        if not held and (not self.holds_mxfp8 or not self.config.selects(name) or any(p.requires_grad for p in whole)):
+        if not held and (not self.holds_mxfp8 or not self.config.selects(name) or any(
+                p.requires_grad or size % 32 for p in whole for size in shape_of(p)[1:])):
             return None
         dtype, device = self._dtype(whole[0]), whole[0].device if self.engine.dont_change_device else self.device
         count = found.num_experts // ep_size

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frozen experts in 8 bits inside a Hugging Face model, from loading until AutoEP makes a layer of their block.
+"""Frozen experts in 8 bits inside a Hugging Face model, from loading until an engine spreads them over the ranks.
 
 Three kinds of modules become `HeldExperts`: transformers' own experts, while a checkpoint is read
-(checkpoint/from_pretrained.py); its FP8Experts; and its experts of gpt-oss in MXFP4. AutoEP then finds the block as
-that of a model in bf16, and PEFT finds parameters of the right shapes, for adapters. None of them has memory.
+(checkpoint/from_pretrained.py); its FP8Experts; and its experts of gpt-oss in MXFP4. They obey the contract of stacked
+experts (stacked.py), so that an engine finds them as experts in bf16, and PEFT finds parameters of the right shapes,
+for adapters. None of these parameters has memory.
 """
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,40 +26,48 @@ from ..ffn.frozen_weights import FrozenWeights
 from ..ops.private_names import missing
 from .patches import patched
 from .say import print_on_rank_0
-
-STACKS = ("gate_up_proj", "down_proj")  # transformers' names
+from .stacked import DOWN, Layout
 
 
 class HeldExperts(nn.Module):
     """What stands in a model for a block's experts. It computes nothing.
 
-    `gate_up_proj` and `down_proj` have the shapes, the dtype and the device of transformers' parameters. All their
-    values are one NaN in memory. They are in no state dict. Everything else is as in the module whose place this
-    takes: its biases, its activation, its other attributes.
+    Both stacked weights have the shapes, the dtype and the device of transformers' parameters. All their values are
+    one NaN in memory. They are in no state dict. Everything else is as in the module whose place this takes: flags,
+    biases, activation, other attributes.
 
     Attributes:
+        layout: of both weights.
+        kind: the class whose code computes these experts once they are spread.
         weights_of: takes what `take` takes, and returns FrozenWeights.
         original: the module whose place this takes, in a tuple, if the weights are still there. Else ().
     """
 
-    def __init__(self, source: nn.Module, shapes: tuple[torch.Size, torch.Size], is_transposed: bool,
-                 dtype: torch.dtype, device: torch.device, convert: Callable[..., FrozenWeights] | None = None):
+    def __init__(self, source: nn.Module, shapes: tuple[torch.Size, torch.Size], dtype: torch.dtype,
+                 device: torch.device, convert: Callable[..., FrozenWeights] | None = None, kind: type | None = None,
+                 **flags: bool):
         """Arguments:
             source: the module whose place this takes.
-            shapes: of gate_up_proj and down_proj.
-            is_transposed: whether these are [E, in, out], not [E, out, in]. PEFT asks for it.
+            shapes: of both weights.
             convert: takes `source`, and then what `take` takes. None: somebody else sets `weights_of`.
+            kind: None: the class of `source`.
+            flags: of the contract, where `source` has none.
         """
         super().__init__()
-        for name, value in vars(source).items():
-            if not name.startswith("_") and name not in (*STACKS, "training"):
+        own = {*vars(self)}
+        self.layout = Layout.of(SimpleNamespace(**vars(source), **flags))
+        stacks = self.layout.names
+        for name, value in {**vars(source), **flags}.items():
+            if name not in own and not name.startswith(stacks):
                 setattr(self, name, value)
         for name, child in source.named_children():
             self.add_module(name, child)
         for name, parameter in source.named_parameters(recurse=False):
-            if name.endswith("_bias"):
+            if not name.startswith(stacks) or name.endswith("_bias"):
                 self.register_parameter(name, parameter)
-        self.is_transposed, self._shapes = is_transposed, shapes
+        for name, buffer in source.named_buffers(recurse=False):
+            self.register_buffer(name, buffer)
+        self._shapes, self.kind = shapes, kind or type(source)
         self.weights_of = convert and partial(convert, source)
         self.original = (source, ) if convert else ()
         self._place(torch.full((), float("nan"), dtype=dtype, device=device))
@@ -75,26 +85,34 @@ class HeldExperts(nn.Module):
             ConfigError: the experts are to be trained, or this rank has loaded others.
             RuntimeError, TypeError, ValueError: a tensor has another form. The error names it.
         """
-        trained = [stack for stack in STACKS if getattr(self, stack).requires_grad]
+        trained = [stack for stack in self.layout.names if getattr(self, stack).requires_grad]
         if trained:
             raise ConfigError(f"{name}.{trained[0]} is to be trained, but is held in 8 bits alone: freeze it, or load "
                               "the model in bf16")
         return self.weights_of(name, first, count, dtype, device)
 
+    def leave(self) -> type:
+        """Lets go of where the weights were, for whoever gives this module the class that is returned."""
+        kind = self.kind
+        for name in ("layout", "kind", "weights_of", "original", "_shapes"):
+            delattr(self, name)
+        return kind
+
     def _place(self, nan: torch.Tensor, requires_grad: Sequence[bool] = (False, False)) -> None:
-        for name, shape, trained in zip(STACKS, self._shapes, requires_grad, strict=True):
+        for name, shape, trained in zip(self.layout.names, self._shapes, requires_grad, strict=True):
             self.register_parameter(name, nn.Parameter(nan.expand(shape), trained))
+            getattr(self, name)._is_hf_initialized = True  # so that transformers draws no values for it
 
     def _apply(self, fn: Callable, recurse: bool = True) -> nn.Module:
         # Another device or dtype for the whole of them would take their memory.
-        stacks = [self._parameters.pop(name) for name in STACKS]
+        stacks = [self._parameters.pop(name) for name in self.layout.names]
         super()._apply(fn, recurse)
         self._place(fn(stacks[0][0, 0, 0].detach()), [p.requires_grad for p in stacks])
         return self
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name in STACKS:
+        for name in self.layout.names:
             del destination[prefix + name]
 
     def forward(self, *args, **kwargs) -> torch.Tensor:
@@ -136,9 +154,10 @@ def gate_above_up(name: str, data: torch.Tensor, factors: torch.Tensor, rounding
 def _of_fp8_experts(rounding: Rounding, source: nn.Module, name: str, first: int, count: int, dtype: torch.dtype,
                     device: torch.device) -> FrozenWeights:
     _, hidden, ffn = source.down_proj.shape
-    weights = FrozenWeights(count, hidden, ffn, dtype, device)
+    weights, up = FrozenWeights(count, hidden, ffn, dtype, device, source.has_gate), Layout.of(source).up
+    of_up = gate_above_up if source.has_gate else from_block_fp8
     for i in range(first, first + count):
-        for gemm, stack, convert in (("up", "gate_up_proj", gate_above_up), ("down", "down_proj", from_block_fp8)):
+        for gemm, stack, convert in (("up", up, of_up), ("down", DOWN, from_block_fp8)):
             parts = [getattr(source, f"{stack}{end}").detach()[i].to(device) for end in ("", "_scale_inv")]
             weights.put_tiles(gemm, i - first, convert(f"{name}.{stack}[{i}]", *parts, rounding))
     return weights
@@ -171,7 +190,7 @@ def holds_experts(model: Any) -> bool:
 def quantised_experts(model: Any) -> Iterator[None]:
     """Inside the context, HeldExperts stand for the experts that transformers holds in FP8 or in MXFP4.
 
-    Those of which AutoEP makes no layer come back. If the engine casts its parameters, the scales of the model's other
+    Those that no engine spreads come back. If the engine casts its parameters, the scales of the model's other
     FP8 layers stay float32.
     """
     if not isinstance(model, nn.Module) or missing("frozen_experts"):  # without which NaN would be trained
@@ -221,13 +240,15 @@ def _is(module: nn.Module, file: str, name: str) -> bool:
 def _stand_in(module: nn.Module, model: nn.Module, rounding: Rounding) -> HeldExperts | None:
     """What takes the place of experts that transformers holds quantised. None: they are others."""
     dtype = getattr(getattr(model, "config", None), "dtype", None) or torch.bfloat16
-    if _is(module, "finegrained_fp8", "FP8Experts") and module.has_gate:
-        shapes = tuple(getattr(module, stack).shape for stack in STACKS)
-        return HeldExperts(module, shapes, False, dtype, module.down_proj.device,
-                           partial(_of_fp8_experts, rounding))
+    if _is(module, "finegrained_fp8", "FP8Experts"):
+        shapes = tuple(getattr(module, stack).shape for stack in Layout.of(module).names)
+        return HeldExperts(module, shapes, dtype, module.down_proj.device, partial(_of_fp8_experts, rounding))
     if _is(module, "mxfp4", "Mxfp4GptOssExperts"):
+        from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
         experts, hidden, ffn = module.num_experts, module.hidden_size, module.intermediate_size
         shapes = torch.Size((experts, hidden, 2 * ffn)), torch.Size((experts, ffn, hidden))  # as of GptOssExperts
-        return HeldExperts(module, shapes, True, dtype, module.down_proj_bias.device,
-                           partial(_of_mxfp4_experts, rounding))
+        return HeldExperts(module, shapes, dtype, module.down_proj_bias.device, partial(_of_mxfp4_experts, rounding),
+                           GptOssExperts, has_gate=True, has_bias=True, is_transposed=True, is_concatenated=False,
+                           has_post_expert_norm=False)
     return None

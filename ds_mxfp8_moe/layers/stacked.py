@@ -48,19 +48,38 @@ class Layout:
 
     def split(self, up: torch.Tensor, down: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """w1, w2 and w3, as views of both weights."""
-        if self.is_transposed:
-            up, down = up.transpose(1, 2), down.transpose(1, 2)
-        w1, w3 = self.halves(up)
-        return w1, down, w3
+        w1, w3 = self.split_up(up)
+        return w1, self.split_down(down), w3
+
+    def split_up(self, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """w1 and w3, as views of the first GEMM's weight."""
+        return self.halves(up.transpose(1, 2) if self.is_transposed else up)
+
+    def split_down(self, down: torch.Tensor) -> torch.Tensor:
+        """w2, as a view of the second GEMM's weight."""
+        return down.transpose(1, 2) if self.is_transposed else down
 
     def halves(self, up_EG: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Both halves along dim 1 of a tensor [E, G] or [E, G, H], as views."""
         return up_EG.chunk(2, dim=1) if self.is_concatenated else (up_EG[:, 0::2], up_EG[:, 1::2])
 
+    def join_halves(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        """The inverse of `halves`."""
+        halves = [first, second]
+        return torch.cat(halves, dim=1) if self.is_concatenated else torch.stack(halves, dim=2).flatten(1, 2)
+
     def join(self, w1: torch.Tensor, w2: torch.Tensor, w3: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The inverse of `split`, in contiguous tensors."""
-        up = torch.cat([w1, w3], dim=1) if self.is_concatenated else torch.stack([w1, w3], dim=2).flatten(1, 2)
-        return (up.transpose(1, 2).contiguous(), w2.transpose(1, 2).contiguous()) if self.is_transposed else (up, w2)
+        return self.join_up(w1, w3), self.join_down(w2)
+
+    def join_up(self, w1: torch.Tensor, w3: torch.Tensor) -> torch.Tensor:
+        """The first GEMM's weight."""
+        up = self.join_halves(w1, w3)
+        return up.transpose(1, 2).contiguous() if self.is_transposed else up
+
+    def join_down(self, w2: torch.Tensor) -> torch.Tensor:
+        """The second GEMM's weight."""
+        return w2.transpose(1, 2).contiguous() if self.is_transposed else w2
 
 
 def is_stacked(module: nn.Module) -> bool:

@@ -165,10 +165,8 @@ def test_a_wrong_section_of_autoep_is_a_config_error(section, said):
 
 def test_a_section_of_autoep_that_does_not_fit_the_model_is_a_config_error(tmp_path):
     write(tmp_path, "qwen3_moe", "bf16")
-    for key, value, said in (("autoep_size", 3, "is 3, which does not divide the 8 experts of model.layers.0.mlp"),
-                             ("moe_layer_pattern", "(", '"expert_parallel" does not fit a Qwen3MoeForCausalLM: ')):
-        with pytest.raises(ConfigError, match=said):
-            from_pretrained(tmp_path, ds_config(MXFP8, 0, 1, {key: value}))
+    with pytest.raises(ConfigError, match="is 3, which does not divide the 8 experts of model.layers.0.mlp"):
+        from_pretrained(tmp_path, ds_config(MXFP8, 0, 1, {"autoep_size": 3}))
 
 
 def out_of_memory(directory, config):

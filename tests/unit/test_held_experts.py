@@ -8,8 +8,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from ds_mxfp8_moe.compute.block_fp8 import Rounding, to_block_fp8
 from ds_mxfp8_moe.compute.mx import dequantize, quantize_tiles
-from ds_mxfp8_moe.layers.held_experts import STACKS, HeldExperts, gate_above_up, say_rounding
+from ds_mxfp8_moe.layers.held_experts import HeldExperts, gate_above_up, say_rounding
 
+STACKS = "gate_up_proj", "down_proj"
 SHAPES = torch.Size((8, 128, 96)), torch.Size((8, 96, 64))
 
 
@@ -17,7 +18,7 @@ def held():
     config = Qwen3MoeConfig(num_experts=8, hidden_size=96, moe_intermediate_size=64)
     with torch.device("meta"):
         source = Qwen3MoeExperts(config)
-    return HeldExperts(source, SHAPES, False, torch.bfloat16, torch.device("cpu"))
+    return HeldExperts(source, SHAPES, torch.bfloat16, torch.device("cpu"))
 
 
 def test_parameters_have_shapes_and_no_memory():

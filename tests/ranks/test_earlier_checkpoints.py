@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints that plain AutoEP and earlier versions of this package wrote load where the block is transformers' own:
+weights by a mapping of names, and float32 masters and moments where the order of parameters allows it."""
+
+import pytest
+import torch
+from autoep_models import model, train_engine
+from slow import slow_except
+from test_autoep_checkpoints import MXFP8, PLAIN, build, state, to_universal
+
+from ds_mxfp8_moe.checkpoint.earlier_names import EarlierNames
+from ds_mxfp8_moe.layers.experts import expert_blocks, spread
+from ds_mxfp8_moe.layers.frozen_experts import WEIGHTS
+from ds_mxfp8_moe.layers.stacked import Layout
+
+# How earlier names begin below `mlp.`, and the block's own. By this order of names, none is the beginning of another.
+RENAMED = {"router.gate.": "gate.", "router.e_score": "gate.e_score"}
+SHARED = {"shared_experts_gate.": "shared_expert_gate.", "shared_experts.": "shared_expert."}
+
+
+def present(found: dict, family: str) -> dict:
+    """`found`, of an AutoEP layer, under the names of the block."""
+    renamed = {}
+    for name, value in found.items():
+        for earlier, own in (RENAMED | (SHARED if family == "qwen2_moe" else {})).items():
+            name = name.replace(f".mlp.{earlier}", f".mlp.{own}")
+        renamed[name] = value
+    return renamed
+
+
+def written(directory, stage, family):
+    """By plain DeepSpeed: the state, and the losses of the steps after the save."""
+    engine = build(PLAIN, stage, 2, family=family)
+    train_engine(engine, range(2))
+    engine.save_checkpoint(str(directory), tag="two")
+    return present(state(engine), family), train_engine(engine, range(2, 4))
+
+
+def read(directory, stage, family, tag="two", **changes):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPREAD_ALL", "1")
+        engine = build({**MXFP8, "recipe": "bf16"}, stage, 2, family=family, seed=1, **changes)
+    assert list(expert_blocks(engine.module))
+    path, _ = engine.load_checkpoint(str(directory), tag=tag)
+    return path is not None, state(engine), train_engine(engine, range(2, 4))
+
+
+def check(ranks, directory, stage, family, **changes):
+    before = ranks.run(written, directory, stage, family)
+    if changes:
+        to_universal(directory)
+        changes |= {"tag": "two_universal"}
+    for (saved, losses), (found, loaded, after) in zip(before, ranks.run(read, directory, stage, family, **changes),
+                                                       strict=True):
+        assert found and saved.keys() == loaded.keys()
+        assert not [name for name in saved if not torch.equal(saved[name], loaded[name])]
+        assert after[0] == pytest.approx(losses[0], rel=2e-3)
+        assert after[1] == pytest.approx(losses[1], rel=2e-3 if stage < 3 or not changes else 1e-2)  # no step count
+
+
+@pytest.mark.parametrize("stage, family", slow_except(
+    [(1, "deepseek_v3"), (3, "deepseek_v3"), (2, "qwen2_moe"), (3, "qwen2_moe")], (3, "deepseek_v3"),
+    (2, "qwen2_moe")))
+def test_plain_autoeps_checkpoint_loads(ranks2, tmp_path, stage, family):
+    check(ranks2, tmp_path, stage, family)
+
+
+@pytest.mark.parametrize("stage, family", slow_except([(2, "qwen2_moe"), (3, "qwen3_moe")], (2, "qwen2_moe")))
+def test_its_universal_checkpoint_loads(ranks2, tmp_path, stage, family):
+    check(ranks2, tmp_path, stage, family, checkpoint={"load_universal": True})
+
+
+# ---- names
+
+
+def spread_model(family: str) -> torch.nn.Module:
+    net = model(family)
+    for block in [block for block in net.modules() if "experts" in block._modules]:
+        experts = block.experts
+        layout = Layout.of(experts)
+        parts = layout.split(*(getattr(experts, name).data for name in layout.names))
+        spread(block, experts, {name: torch.nn.Parameter(part.clone()) for name, part in
+                                zip(WEIGHTS, parts, strict=True)}, 1, 0)
+    return net
+
+
+def earlier_state(net: torch.nn.Module, family: str) -> dict[str, torch.Tensor]:
+    """The state dict that AutoEP's layers had, with a bias of AutoEP's own load balancing."""
+    found = {}
+    own = {"router.weight": "router.gate.weight", "router.bias": "router.gate.bias",
+           **{one: earlier for earlier, one in (RENAMED | SHARED).items()}}
+    for name, value in net.state_dict().items():
+        block, _, rest = name.partition(".mlp.")
+        for one, earlier in own.items():
+            if rest.startswith(one):
+                rest = earlier + rest.removeprefix(one)
+        start = f"{block}.mlp."
+        if rest == "experts.gate_up_proj_bias":
+            found |= {f"{start}expert_biases.gate": value[:, 0::2], f"{start}expert_biases.up": value[:, 1::2]}
+        elif rest == "experts.down_proj_bias":
+            found[f"{start}expert_biases.down"] = value
+        else:
+            found[f"{start}{rest}" if rest else name] = value
+        if rest.startswith("router.") and family == "qwen2_moe":  # its block's router has this name
+            found[f"{start}gate.{rest.partition('.')[2]}"] = value
+        if rest == "router.gate.weight":
+            found[f"{start}expert_bias"] = torch.zeros(len(value))
+    return found
+
+
+@pytest.mark.parametrize("family, keeps_order", [("qwen2_moe", True), ("deepseek_v3", True), ("gpt_oss", False),
+                                                 ("mixtral", True)])
+def test_earlier_names_and_what_becomes_of_them(family, keeps_order):
+    net = spread_model(family)
+    wanted, earlier = net.state_dict(), earlier_state(net, family)
+    assert earlier.keys() != wanted.keys()
+    names = EarlierNames(net, {name: value.numel() for name, value in earlier.items()})
+    found = names.values(earlier, {name: value.shape for name, value in wanted.items()})
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], value) for name, value in wanted.items())
+    assert names.without_place == [name for name in earlier if name.endswith("expert_bias")] != []
+    trained = {name for name, _ in net.named_parameters()}
+    groups = [[name for name in earlier if names.renamed(name) in trained and (".experts.w" in name) is of_experts]
+              for of_experts in (False, True)]
+    assert names.keep_order(groups, net) is keeps_order
+    present_names = EarlierNames(net, {name: value.numel() for name, value in wanted.items()})
+    assert not present_names.sources and not present_names.without_place
