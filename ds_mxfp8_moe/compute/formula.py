@@ -95,11 +95,12 @@ class ExpertFormula:
     Attributes:
         kind: "linear", "mlp" or "gated". The formulas are at the top of this file.
         activation: "relu", "relu_squared", "gelu", "gelu_tanh", "silu", "swiglu_oai" (kind gated), or None for kind
-            linear.
+            linear and where the experts' own function is called.
         hidden_size: H, width of input and output.
         ffn_size: F, width between the projections; H for kind linear.
         gate, up, down: dotted names, inside one expert, of the weights [F, H], [F, H], [H, F]. A linear expert has
-            only `up` [H, H]; an mlp has no `gate`; a packed one has [2F, H] in `up` and no `gate`.
+            only `up` [H, H]; an mlp has no `gate`, or the halves of its rows, [F / 2, H], as `gate` and `up`; a packed
+            one has [2F, H] in `up` and no `gate`.
         gate_bias, up_bias, down_bias: names of the biases [F], [F] (packed: [2F]), [H].
         packed: "none", or the order of the halves of a packed `up`: "gate_up" or "up_gate". With the ending
             "_in_turn", its rows take turns instead, first one of gate and then one of up, or the reverse.
@@ -145,7 +146,9 @@ class ExpertFormula:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Role -> shape, for each role that this formula has."""
         width = self.ffn_size if self.packed == "none" else 2 * self.ffn_size
-        weights = {"gate": (self.ffn_size, self.hidden_size), "up": (width, self.hidden_size),
+        halved = self.kind == "mlp" and self.gate is not None
+        gate_width, width = (self.ffn_size // 2, width // 2) if halved else (self.ffn_size, width)
+        weights = {"gate": (gate_width, self.hidden_size), "up": (width, self.hidden_size),
                    "down": (self.hidden_size, self.ffn_size)}
         all_shapes = weights | {f"{role}_bias": shape[:1] for role, shape in weights.items()}
         return {role: all_shapes[role] for role in self.names()}

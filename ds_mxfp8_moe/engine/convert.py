@@ -163,18 +163,21 @@ def _convert_experts(name: str, experts: MXFP8Experts, config: MXFP8MoEConfig, r
     # Experts that are held in MXFP8 alone compute in it, however few tokens there are.
     fewest_tokens = 0 if frozen else min_tokens_per_expert(
         config.min_tokens_per_expert, formula, recipe, experts.num_local_experts, torch.device(current_device()[0]))
-    experts.mxfp8_settings = settings = LayerSettings(name=name, formula=formula, recipe=recipe, config=config,
-                                                      min_tokens_per_expert=fewest_tokens)
+    experts.mxfp8_settings = settings = LayerSettings(
+        name=name, formula=formula, recipe=recipe, config=config, min_tokens_per_expert=fewest_tokens,
+        open_formula=experts.open_formula() if formula.activation is None else None)
     if reason:
         return LayerReport(name, "AutoEP", False, f"{reason}; its experts run in the model's dtype")
     held = ", frozen experts in MXFP8" if frozen else ""
-    detail = f"{_placement(experts)}, {_describe(settings)}{held}{_trained(experts)}"
+    own = "" if formula.activation else ", the model's own function between the GEMMs, since no kernel computes it"
+    detail = f"{_placement(experts)}, {_describe(settings)}{own}{held}{_trained(experts)}"
     return LayerReport(name, "AutoEP", True, detail)
 
 
 def stacked_formula(experts: MXFP8Experts) -> ExpertFormula:
     """The formula of a block's experts. Its activation is None where none of our kernels computes their function."""
-    activation = activation_of(experts) or Activation(None)
+    normed = getattr(experts, "has_post_expert_norm", False)
+    activation = None if normed else activation_of(experts)
     frozen, up = frozen_of(experts), experts.layout.up
     if frozen is not None:
         _, hidden_size, ffn_size = frozen.down_data.shape
@@ -183,7 +186,7 @@ def stacked_formula(experts: MXFP8Experts) -> ExpertFormula:
     biases = {"gate_bias": f"{up}_bias", "up_bias": f"{up}_bias", "down_bias": "down_proj_bias"}
     formula = ExpertFormula("gated" if experts.has_gate else "mlp", None, hidden_size, ffn_size, gate="w1", up="w3",
                             down="w2", **(biases if experts.has_bias else {}))
-    return formula.with_act(activation)
+    return formula.with_act(activation or Activation(None))
 
 
 _MXFP8_ALONE = ("holds its frozen experts in MXFP8 alone, which nothing but an MXFP8 recipe computes. Make the engine "

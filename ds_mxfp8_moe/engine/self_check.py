@@ -32,7 +32,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch.utils._pytree import tree_map
 
 from ..compute import casts
-from ..compute.formula import ExpertFormula, LowRank
+from ..compute.formula import Activation, ExpertFormula, LowRank
 from ..compute.mx import MXTensor
 from ..compute.routing import Routes
 from ..compute.sums import Sum
@@ -132,7 +132,10 @@ def kinds_of(layers: Iterable[MXFP8MOELayer | MXFP8AutoEPMoELayer]) -> set[Kind]
             routed = router.score_func, router.route_norm, biased
         dtype = dtype_of(layer.experts) if stacked else next(layer.experts.parameters()).dtype
         adapted = hasattr(layer, "expert_adapters") or hasattr(layer, "adapters")
-        found.add(Kind(small(settings.formula), settings.recipe, dtype, stacked, rank=8 if adapted else 0,
+        formula = settings.formula
+        if settings.open_formula is not None:  # the GEMMs are checked with another function between them
+            formula = formula.with_act(Activation("silu"))
+        found.add(Kind(small(formula), settings.recipe, dtype, stacked, rank=8 if adapted else 0,
                        exchanges=layer.ep_size > 1, routed=routed, frozen=stacked and frozen_of(
                            layer.experts) is not None))
     return found

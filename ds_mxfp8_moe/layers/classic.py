@@ -22,6 +22,7 @@ from ..config import MXFP8MoEConfig, Recipe
 from ..ffn.branch import Branch
 from ..ffn.expert_ffn import ExpertFFN
 from ..ffn.kept_weights import KeptWeights
+from ..ffn.open_ffn import OpenFFN, OpenFormula
 from ..transport import Transport
 from ..transport.choose import choose
 from ..transport.deadline import deadline_for, tell_peers_on_error
@@ -38,6 +39,7 @@ class LayerSettings:
 
     Attributes:
         min_tokens_per_expert: with fewer rows per expert on average, the layer computes in bf16. 0: it never does.
+        open_formula: the model's own functions, where no kernel computes the formula. None: kernels do.
     """
 
     name: str
@@ -45,6 +47,7 @@ class LayerSettings:
     recipe: Recipe
     config: MXFP8MoEConfig
     min_tokens_per_expert: float
+    open_formula: OpenFormula | None = None
     _chosen: dict = field(default_factory=dict, init=False, repr=False, compare=False)  # the group and its transport
 
     def choose_transport(self, group: Any) -> Transport:
@@ -83,9 +86,11 @@ class LayerSettings:
         if layer.mxfp8_samples == [] and layer.training:
             transport = watch(layer, x_TH, routes, transport, routes.counts_E() if chosen_E is None else chosen_E)
         optimizer = layer.mxfp8_sums and layer.mxfp8_sums()
-        return ExpertFFN(self.formula.halved(), self.recipe, transport, layer.num_local_experts,
-                         self.min_tokens_per_expert, self.name, timed, layer.mxfp8_kept if layer.training else None,
-                         optimizer and optimizer.sum_of, layer.training)
+        kind, formula = (ExpertFFN, self.formula.halved()) if self.open_formula is None else (
+            OpenFFN, self.open_formula)
+        return kind(formula, self.recipe, transport, layer.num_local_experts, self.min_tokens_per_expert, self.name,
+                    timed, layer.mxfp8_kept if layer.training else None, optimizer and optimizer.sum_of,
+                    layer.training)
 
     def check_input(self, x: torch.Tensor, experts_dtype: torch.dtype, weights_cast: bool = False) -> None:
         """Raises ValueError or TypeError for hidden states that the layer's experts cannot take.

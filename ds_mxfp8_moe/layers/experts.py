@@ -24,6 +24,7 @@ from ..compute.formula import LowRank
 from ..compute.routing import Routes
 from ..ffn.frozen_weights import REFUSED
 from ..ffn.kept_weights import KeptWeights
+from ..ffn.open_ffn import OpenFormula
 from ..transport.deadline import tell_peers_on_error
 from .classic import LayerSettings
 from .frozen_experts import WEIGHTS, dtype_of, frozen_of
@@ -91,6 +92,11 @@ class MXFP8Experts(nn.Module):
                 for name in self.layout.names]
         gate, up = self.layout.halves(part[0])
         return {"gate_bias": gate.contiguous(), "up_bias": up.contiguous(), "down_bias": part[1].clone()}
+
+    def open_formula(self) -> OpenFormula:
+        """What the module computes beside its GEMMs, by its own functions."""
+        after = self.post_expert_norm if getattr(self, "has_post_expert_norm", False) else None
+        return OpenFormula(self._apply_gate if self.has_gate else self.act_fn, after, not self.layout.is_concatenated)
 
     def low_rank(self) -> dict[str, LowRank]:
         """Name of a GEMM ("up" includes the gate) -> the adapter of this rank's experts."""
