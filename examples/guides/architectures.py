@@ -1,150 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a tiny model of each Hugging Face MoE architecture and writes a table: is it converted, how far is its loss?
+"""Trains a small model of every MoE type in the installed transformers, beside transformers' own experts.
 
-    python examples/guides/architectures.py --out examples/guides/architectures.md
+    python examples/guides/architectures.py                              # all types; writes the result and the page
+    python examples/guides/architectures.py --types mixtral gemma4       # prints these
 
-Runs on the CPU, over gloo, with two ranks that share the experts. Each model trains three times from the same weights
-on the same batches in bf16: transformers' own layers, ours without quantisation, ours in MXFP8.
+Runs on CPUs, over gloo, with two ranks that share the experts. small_models.py finds the types. Each trains from the
+same weights on the same batches with transformers' experts on every rank, with ours in bf16, and with ours in MXFP8.
+The last engine also records and replays routes, and saves a model that transformers loads. Adapters of the experts
+take a step beside PEFT without this package.
+
+Both ranks end after TYPES types, or when one hangs. They are forked from a process that has imported everything.
 """
 
 import argparse
 import io
+import multiprocessing as mp
 import os
+import re
 import socket
+import sys
+import tempfile
 import textwrap
-from collections.abc import Callable
-from contextlib import redirect_stdout
-from importlib.metadata import version
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1] / "benchmarks")]
 
 import deepspeed  # noqa: E402
 import deepspeed.comm as dist  # noqa: E402
+import peft  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer  # noqa: E402
+from tabulate import tabulate  # noqa: E402
+from tqdm import tqdm  # noqa: E402
 
 import ds_mxfp8_moe  # noqa: E402
-from ds_mxfp8_moe.layers.autoep import MXFP8AutoEPMoELayer  # noqa: E402
-from ds_mxfp8_moe.layers.presets import PRESETS, UNSUPPORTED  # noqa: E402
+from ds_mxfp8_moe.layers.found import converted_layers  # noqa: E402
+from lib import results_file  # noqa: E402
+from small_models import (  # noqa: E402
+    EXPERTS,
+    FIRST_TOKEN,
+    VOCABULARY,
+    decorated_types,
+    experts_of,
+    loss_of,
+    small_model,
+)
 
-VOCABULARY, STEPS, RANKS = 128, 6, 2
-BAR = 0.01  # the largest relative difference of losses, at any step
-
-# Two layers, hidden size 64, eight experts of FFN size 64, two of them for each token.
-COMMON = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-               num_key_value_heads=4, max_position_embeddings=64, num_experts_per_tok=2, bos_token_id=1,
-               eos_token_id=2, pad_token_id=0, moe_intermediate_size=64, tie_word_embeddings=False)
-NARROW = {**COMMON, "intermediate_size": 64}  # where this is the size of the experts
-_FULL = dict(layer_types=["full_attention"] * 2)
-_SHARED = dict(**COMMON, num_experts=8, head_dim=16, shared_expert_intermediate_size=96)
-_DEEPSEEK = dict(**COMMON, n_routed_experts=8, n_shared_experts=1, kv_lora_rank=16, qk_nope_head_dim=16,
-                 qk_rope_head_dim=8, v_head_dim=16, n_group=4, topk_group=2, routed_scaling_factor=1.5)
-
-# Model type -> its configuration class, and the arguments for a tiny model.
-ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "afmoe": ("AfmoeConfig", dict(**COMMON, **_FULL, num_experts=8, head_dim=16, num_dense_layers=0,
-                                  num_shared_experts=1, route_scale=1.5)),
-    "cohere2_moe": ("Cohere2MoeConfig", dict(**NARROW, **_FULL, num_experts=8, head_dim=16, logit_scale=1.0,
-                                             num_shared_experts=1, shared_expert_combination_strategy="sum")),
-    "deepseek_v2": ("DeepseekV2Config", dict(**_DEEPSEEK, q_lora_rank=None, first_k_dense_replace=0,
-                                             topk_method="group_limited_greedy")),
-    "deepseek_v3": ("DeepseekV3Config", dict(**_DEEPSEEK, q_lora_rank=24, first_k_dense_replace=1)),
-    "deepseek_v32": ("DeepseekV32Config", dict(**_DEEPSEEK, q_lora_rank=24, first_k_dense_replace=0)),
-    "dots1": ("Dots1Config", dict(**_DEEPSEEK, **_FULL, first_k_dense_replace=0)),
-    "ernie4_5_moe": ("Ernie4_5_MoeConfig", dict(**COMMON, moe_num_experts=8, moe_num_shared_experts=1,
-                                                moe_layer_start_index=0)),
-    "exaone_moe": ("ExaoneMoeConfig", dict(**_DEEPSEEK, **_FULL, num_experts=8, num_shared_experts=1,
-                                           first_k_dense_replace=0, head_dim=16)),
-    "flex_olmo": ("FlexOlmoConfig", dict(**NARROW, num_experts=8)),
-    "glm4_moe": ("Glm4MoeConfig", dict(**_DEEPSEEK, first_k_dense_replace=0, head_dim=16)),
-    "glm4_moe_lite": ("Glm4MoeLiteConfig", dict(**_DEEPSEEK, q_lora_rank=24)),
-    "glm_moe_dsa": ("GlmMoeDsaConfig", dict(**_DEEPSEEK, q_lora_rank=24, first_k_dense_replace=0)),
-    "gpt_oss": ("GptOssConfig", dict(**NARROW, **_FULL, num_local_experts=8, head_dim=16)),
-    "granitemoe": ("GraniteMoeConfig", dict(**NARROW, num_local_experts=8)),
-    "granitemoehybrid": ("GraniteMoeHybridConfig", dict(**NARROW, num_local_experts=8, shared_intermediate_size=64,
-                                                        layer_types=["attention"] * 2)),
-    "granitemoeshared": ("GraniteMoeSharedConfig", dict(**NARROW, num_local_experts=8, shared_intermediate_size=64)),
-    "jamba": ("JambaConfig", dict(**NARROW, num_experts=8, attn_layer_period=1, attn_layer_offset=0,
-                                  expert_layer_period=1, expert_layer_offset=0, use_mamba_kernels=False)),
-    "lfm2_moe": ("Lfm2MoeConfig", dict(**COMMON, **_FULL, num_experts=8, num_dense_layers=0)),
-    "mellum": ("MellumConfig", dict(**COMMON, **_FULL, num_experts=8, head_dim=16)),
-    "mimo_v2_flash": ("MiMoV2FlashConfig", dict(**_DEEPSEEK, **_FULL, head_dim=16)),
-    "minimax": ("MiniMaxConfig", dict(**NARROW, **_FULL, num_local_experts=8)),
-    "minimax_m3_vl_text": ("MiniMaxM3VLTextConfig", COMMON),
-    "minimax_m2": ("MiniMaxM2Config", dict(**NARROW, num_local_experts=8, head_dim=16)),
-    "mixtral": ("MixtralConfig", dict(**NARROW, num_local_experts=8)),
-    "olmoe": ("OlmoeConfig", dict(**NARROW, num_experts=8)),
-    "phimoe": ("PhimoeConfig", dict(**NARROW, num_local_experts=8)),
-    "qwen2_moe": ("Qwen2MoeConfig", _SHARED),
-    "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", dict(**_SHARED, **_FULL)),
-    "qwen3_moe": ("Qwen3MoeConfig", dict(**COMMON, num_experts=8, head_dim=16, norm_topk_prob=True)),
-    "qwen3_next": ("Qwen3NextConfig", dict(**_SHARED, **_FULL, decoder_sparse_step=1)),
-    "solar_open": ("SolarOpenConfig", dict(**_DEEPSEEK, head_dim=16)),
-}
-
-
-def tiny_model(model_type: str, dtype: torch.dtype = torch.bfloat16, **changes) -> transformers.PreTrainedModel:
-    """A model of this type with the same random weights on every rank.
-
-    Experts, routers and their biases are as large as trained ones, so that the MoE blocks matter for the loss.
-    """
-    name, arguments = ARCHITECTURES[model_type]
-    torch.manual_seed(0)
-    config = getattr(transformers, name)(**{**arguments, **changes})
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    with torch.no_grad():
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if name.endswith(("correction_bias", "expert_bias", "router.bias")):
-                tensor.normal_(std=0.1)
-            elif name.endswith("proj_bias"):
-                tensor.normal_(std=0.5)
-            elif name.endswith(("gate.weight", "router.weight")):
-                tensor.normal_(std=0.15)
-            elif "experts" in name:
-                tensor.mul_(4)
-    return model.train()
-
-
-def losses(model: transformers.PreTrainedModel, section: dict | None, expert_parallel: dict | None = None,
-           steps: int = STEPS, **changes) -> tuple[list[float], int, int, str]:
-    """Trains on one batch for each rank. Collective.
-
-    Args:
-        section: "mxfp8_moe". None: transformers' own layers, in plain data parallelism.
-        expert_parallel: more keys of that section.
-        changes: more keys of the DeepSpeed config.
-
-    Returns:
-        The mean loss of all ranks at each step; how many layers are AutoEP's; how many of these are converted; what
-        was printed while the engine was made.
-    """
-    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 0},
-              "bf16": {"enabled": next(model.parameters()).dtype == torch.bfloat16},
-              "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}, **changes}
-    if section is not None:
-        config["mxfp8_moe"] = section
-        config["expert_parallel"] = {"enabled": True, "autoep_size": RANKS, **(expert_parallel or {})}
-    printed = io.StringIO()
-    with redirect_stdout(printed):
-        engine = ds_mxfp8_moe.initialize(model=model, config=config, model_parameters=model.parameters()
-                                         if section is None else None)[0]
-    layers = [layer for layer in engine.module.modules() if isinstance(layer, AutoEPMoELayer)]
-    generator = torch.Generator().manual_seed(7 + dist.get_rank())
-    ids = torch.randint(3, VOCABULARY, (4, 32), generator=generator)
-    found = []
-    for step in range(steps):
-        torch.manual_seed(1000 * step + dist.get_rank())  # for routers that draw at random
-        loss = engine(input_ids=ids, labels=ids).loss
-        mean = loss.detach().float().clone()
-        dist.all_reduce(mean)
-        found.append(mean.item() / dist.get_world_size())
-        engine.backward(loss)
-        engine.step()
-    engine.destroy()
-    return found, len(layers), sum(isinstance(layer, MXFP8AutoEPMoELayer) for layer in layers), printed.getvalue()
+STEPS, RANKS = 6, 2
+TYPES, SECONDS = 12, 90.0  # of the same processes; for each type
+BARS = {"bf16": 0.0035, "mxfp8": 0.006}  # the largest relative difference of losses at any step
+RESULT, PAGE = results_file.RESULTS / "architectures.json", Path(__file__).with_suffix(".md")
+SECTIONS = {"bf16": {"enabled": True, "recipe": "bf16"}, "mxfp8": {"enabled": True}}
+HEADERS = {"type": "model type", "model": "class", "converted": "converted", "first": "first loss",
+           "last": "last loss", "weight": "weight", "bf16": "bf16", "mxfp8": "MXFP8", "lora": "LoRA",
+           "reload": "reload", "replay": "replay", "reason": "reason"}
 
 
 def difference(first: list[float], second: list[float]) -> float:
@@ -153,83 +68,281 @@ def difference(first: list[float], second: list[float]) -> float:
     return ((a - b).abs() / b.abs()).max().item()
 
 
-def row(model_type: str) -> dict[str, Any]:
-    """What the table says of one architecture. Collective."""
-    own, *_ = losses(tiny_model(model_type), None)
-    plain, *_ = losses(tiny_model(model_type), {"enabled": True, "recipe": "bf16"})
-    ours, layers, converted, _ = losses(tiny_model(model_type), {"enabled": True})
-    return {"model_type": model_type, "layers": layers, "converted": converted, "first": own[0], "last": own[-1],
-            "bf16": difference(plain, own), "mxfp8": difference(ours, own), "mxfp8_bf16": difference(ours, plain)}
+def engine_of(model: torch.nn.Module, section: dict | None, **changes) -> deepspeed.DeepSpeedEngine:
+    """Collective.
+
+    Args:
+        section: "mxfp8_moe". None: transformers' own experts, in plain data parallelism.
+        changes: more keys of the DeepSpeed config.
+    """
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 0},
+              "bf16": {"enabled": next(model.parameters()).dtype == torch.bfloat16},
+              "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}, **changes}
+    if section is not None:
+        config |= {"mxfp8_moe": section, "expert_parallel": {"enabled": True, "autoep_size": RANKS}}
+    trained = [p for p in model.parameters() if p.requires_grad] if section is None else None
+    return ds_mxfp8_moe.initialize(model=model, config=config, model_parameters=trained)[0]
 
 
-def missed(rows: list[dict[str, Any]]) -> list[str]:
-    """The model types that are not converted, or whose losses are too far from those of transformers' layers."""
-    return [one["model_type"] for one in rows
-            if not (one["layers"] == one["converted"] > 0 and one["bf16"] <= BAR and one["mxfp8"] <= BAR)]
+def tokens_of(seed: int = 7) -> torch.Tensor:
+    """[4, 32], other ones on every rank."""
+    generator = torch.Generator().manual_seed(seed + dist.get_rank())
+    return torch.randint(FIRST_TOKEN, VOCABULARY, (4, 32), generator=generator)
 
 
-def page(rows: list[dict[str, Any]]) -> str:
-    """The table as Markdown."""
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "deepspeed"))
-    about = [
-        f"Written by `python examples/guides/architectures.py --out examples/guides/architectures.md` on a CPU, with "
-        f"{versions}.",
-        f"For each model type of transformers, a model of 2 layers and 8 experts with random weights trains {STEPS} "
-        f"steps in bf16 on {RANKS} ranks that share the experts. Percentages are the largest relative difference of "
-        "the loss at any step, on the same batches from the same weights. *Hugging Face* means transformers' own "
-        "layers in DeepSpeed, without expert parallelism.",
-        "AutoEP knows some model types by itself. For the others, this package lends it a preset while it makes an "
-        "engine with the section `mxfp8_moe`. Without the section, AutoEP finds no layers in them, or asks for "
-        "`preset_model`. That is not always enough: AutoEP alone has no routers like those of phimoe, afmoe and "
-        "lfm2_moe, and no experts like those of gpt-oss."]
-    lines = ["# Architectures"]
-    for paragraph in about:
-        lines += ["", textwrap.fill(paragraph, 119, break_on_hyphens=False)]
-    lines += ["", "| model type | preset | MoE layers converted | loss of Hugging Face, first to last step | ours in "
-              "bf16 to Hugging Face | ours in MXFP8 to Hugging Face | ours in MXFP8 to ours in bf16 |",
-              "|:---|:---|:---|:---|---:|---:|---:|"]
-    for one in rows:
-        added = PRESETS.get(one["model_type"])
-        preset = f"added, like {added.like}" if added else "DeepSpeed's"
-        shown = (f"{one[key]:.2%}" for key in ("bf16", "mxfp8", "mxfp8_bf16"))
-        lines.append(f"| {one['model_type']} | {preset} | {one['converted']} of {one['layers']} | "
-                     f"{one['first']:.2f} to {one['last']:.2f} | {' | '.join(shown)} |")
-    lines += ["", "## Not supported", "", "AutoEP cannot replace the MoE blocks of these types. A line at start-up, "
-              "or an error, says so.", "", "| model type | reason |", "|:---|:---|",
-              *(f"| {model_type} | {reason} |" for model_type, reason in UNSUPPORTED.items())]
-    return "\n".join(lines) + "\n"
+def mean_loss(engine: deepspeed.DeepSpeedEngine, model: torch.nn.Module, seed: int) -> tuple[torch.Tensor, float]:
+    """The loss of this rank, and its mean over the ranks. Collective.
+
+    Args:
+        model: the transformers model inside the engine.
+        seed: of routers that draw at random.
+    """
+    torch.manual_seed(1000 * seed + dist.get_rank())
+    loss = loss_of(model, tokens_of(), engine)
+    mean = loss.detach().float().clone()
+    dist.all_reduce(mean)
+    return loss, mean.item() / dist.get_world_size()
 
 
-def _rank(rank: int, port: int, types: list[str], out: Path | None) -> None:
+def train(engine: deepspeed.DeepSpeedEngine, model: torch.nn.Module, steps: int = STEPS) -> list[float]:
+    """The mean loss of all ranks before each step. Collective."""
+    found = []
+    for step in range(steps):
+        loss, mean = mean_loss(engine, model, step)
+        found.append(mean)
+        engine.backward(loss)
+        engine.step()
+    return found
+
+
+@contextmanager
+def experts_silent(model: torch.nn.Module) -> Iterator[None]:
+    """Inside the context, transformers' experts give zeros."""
+    hooks = [experts.register_forward_hook(lambda module, args, out: torch.zeros_like(out))
+             for experts in experts_of(model).values()]
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+def lora_losses(model_type: str, section: dict | None) -> list[float]:
+    """The mean loss before and after one step of the experts' adapters. Collective."""
+    model = small_model(model_type)
+    names = {f"experts.{name}" for experts in experts_of(model).values()
+             for name in ("gate_up_proj", "up_proj", "down_proj") if hasattr(experts, name)}
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=8, lora_alpha=64, target_parameters=sorted(names)))
+    engine = engine_of(adapted, section)
+    before = train(engine, model, 1)
+    after = mean_loss(engine, model, 1)[1]
+    engine.destroy()
+    return [*before, after]
+
+
+def replayed(engine: deepspeed.DeepSpeedEngine, model: torch.nn.Module) -> bool:
+    """Whether a replayed recording gives the bits of the forward that it is from. Collective."""
+    with ds_mxfp8_moe.record_routes(engine) as routes:
+        recorded = mean_loss(engine, model, STEPS)[1]
+    with ds_mxfp8_moe.replay_routes(engine, routes):
+        return mean_loss(engine, model, STEPS)[1] == recorded
+
+
+def reload_difference(engine: deepspeed.DeepSpeedEngine, model: torch.nn.Module) -> float:
+    """How far the loss of transformers' model is that loads what `save_pretrained` wrote. Collective."""
+    model.eval()
+    ours = mean_loss(engine, model, STEPS)[1]
+    folder = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
+    dist.broadcast_object_list(folder, src=0)
+    ds_mxfp8_moe.save_pretrained(engine, folder[0])
+    kind = next(one for one in type(model).__mro__ if one.__module__.startswith("transformers.models."))
+    loaded, told = kind.from_pretrained(folder[0], dtype=torch.bfloat16, output_loading_info=True)
+    if found := {key: names for key, names in told.items() if names}:
+        raise AssertionError(f"transformers says of the saved model: {found}")
+    return difference([mean_loss(loaded.eval(), loaded, STEPS)[1]], [ours])
+
+
+def measure(model_type: str) -> dict[str, Any]:
+    """The row of one type. Collective. What fails is the reason, and what comes after it is still tried."""
+    started, row = time.perf_counter(), {"type": model_type}
+
+    def attempt(name: str, call: Callable[[], dict]) -> bool:
+        """Whether it succeeded on all ranks."""
+        try:
+            with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+                found, failure = call(), None
+        except Exception as error:
+            found, failure = {}, f"{name}: {type(error).__name__}: {error}"
+        row.update(found)
+        failures: list = [None] * dist.get_world_size()
+        dist.all_gather_object(failures, failure)
+        if failure := next(filter(None, failures), None):
+            row["reason"] = "; ".join(filter(None, [row.get("reason"), failure]))
+        return failure is None
+
+    def plain() -> dict:
+        model = small_model(model_type)
+        row["model"] = type(model).__name__
+        engine = engine_of(model, None)
+        own.extend(train(engine, model))
+        with experts_silent(model):
+            silent = mean_loss(engine, model, STEPS - 1)[1]
+        engine.destroy()
+        return {"first": own[0], "last": own[-1], "weight": difference([silent], own[-1:])}
+
+    def ours(name: str) -> dict:
+        model = small_model(model_type)
+        layers = len(experts_of(model))
+        engines[name] = engine_of(model, SECTIONS[name]), model
+        found = {"converted": f"{len(converted_layers(model))} of {layers}"}
+        return {**found, name: difference(train(*engines[name]), own)}
+
+    def lora() -> dict:
+        return {"lora": difference(lora_losses(model_type, SECTIONS["mxfp8"]), lora_losses(model_type, None))}
+
+    own: list[float] = []
+    engines: dict[str, tuple] = {}
+    if attempt("plain", plain):
+        if attempt("bf16", lambda: ours("bf16")):
+            engines.pop("bf16")[0].destroy()
+        if attempt("mxfp8", lambda: ours("mxfp8")):
+            attempt("replay", lambda: {"replay": replayed(*engines["mxfp8"])})
+            attempt("reload", lambda: {"reload": reload_difference(*engines["mxfp8"])})
+            engines.pop("mxfp8")[0].destroy()
+        attempt("lora", lora)
+    row["seconds"] = round(time.perf_counter() - started, 1)
+    return row
+
+
+def judged(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with "correct", and a "reason" if it is not."""
+    far = [name for name, bar in {**BARS, "lora": BARS["mxfp8"], "reload": BARS["mxfp8"]}.items()
+           if name in row and not row[name] <= bar]
+    count, layers = map(int, row.get("converted", "0 of 1").split(" of "))
+    if "reason" not in row:
+        if count < layers:
+            row["reason"] = f"{layers - count} layers are not converted"
+        elif far:
+            row["reason"] = f"farther from transformers than {' and '.join(far)} may be"
+        elif not row["replay"]:
+            row["reason"] = "a replay gives another loss"
+    return {**row, "correct": "reason" not in row}
+
+
+def _rank(rank: int, port: int, types: list[str], pipe: Connection) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1",
                       MASTER_PORT=str(port))
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     deepspeed.utils.logger.setLevel("ERROR")
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-    tell: Callable = print if rank == 0 else lambda *args, **kwargs: None
-    rows = []
     for model_type in types:
-        rows.append(row(model_type))
-        tell(*(f"{key} {value:.4f}" if isinstance(value, float) else f"{key} {value}"
-               for key, value in rows[-1].items()), flush=True)
-    if rank == 0 and out is not None:
-        out.write_text(page(rows))
+        row = measure(model_type)
+        if rank == 0:
+            pipe.send(row)
     dist.destroy_process_group()
-    if found := missed(rows):
-        raise SystemExit(f"not converted, or farther than {BAR:.0%} from Hugging Face: {', '.join(found)}")
+
+
+@contextmanager
+def _ranks(types: list[str]) -> Iterator[Connection]:
+    """Processes that measure these types, and where their rows arrive."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["architectures"])
+    receiver, sender = context.Pipe(duplex=False)
+    ranks = [context.Process(target=_rank, args=(rank, port, types, sender)) for rank in range(RANKS)]
+    for rank in ranks:
+        rank.start()
+    sender.close()
+    try:
+        yield receiver
+    finally:
+        receiver.close()
+        for rank in ranks:
+            rank.join(timeout=5)
+            rank.kill()
+
+
+def rows_of(types: list[str]) -> Iterator[dict[str, Any]]:
+    """The rows of these types, each when it is there. One that hangs, or takes a process down, fails alone."""
+    left = list(types)
+    while left:
+        with _ranks(left[:TYPES]) as rows:
+            for model_type in left[:TYPES]:
+                left.remove(model_type)
+                try:
+                    if rows.poll(SECONDS):
+                        yield judged(rows.recv())
+                        continue
+                    reason = f"it took more than {SECONDS:.0f} s"
+                except EOFError:
+                    reason = "its processes died"
+                yield judged({"type": model_type, "reason": reason})
+                break
+
+
+def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """Of the table, in the order of HEADERS."""
+    def cell(row: dict[str, Any], key: str) -> str:
+        value = row.get(key, "")
+        if isinstance(value, bool):
+            return "same bits" if value else "differs"
+        if isinstance(value, float):
+            return f"{value:.2f}" if key in ("first", "last") else f"{value:.2%}"
+        return re.sub(r"\s+", " ", value).replace("|", "/")[:160]
+
+    return [[cell(row, key) for key in HEADERS] for row in rows]
+
+
+def page(result: dict[str, Any]) -> str:
+    """The page of a result file, as Markdown."""
+    packages = ("torch", "transformers", "deepspeed", "peft")
+    versions = ", ".join(f"{name} {result['versions'][name]}" for name in packages)
+    rows = [{**row["case"], **row} for row in result["rows"]]
+    agree = sum(row["correct"] for row in rows)
+    about = [
+        f"Written by `python examples/guides/architectures.py` on a CPU, with {versions}. {agree} of {len(rows)} "
+        "model types agree with transformers.",
+        "A model type is a folder of transformers whose experts have its decorator `use_experts_implementation`. The "
+        f"script finds them, and makes a model with {EXPERTS} experts and random weights from each type's default "
+        f"config. It trains {STEPS} steps on {RANKS} ranks that share the experts, and {STEPS} steps in plain data "
+        "parallelism with transformers' own experts, on the same batches from the same weights.",
+        "*Weight* says how far the last loss moves if the experts give nothing. *bf16* and *MXFP8* are the largest "
+        "relative difference of the loss at any step, in these recipes of ours. They must be at most "
+        f"{BARS['bf16']:.2%} and {BARS['mxfp8']:.2%}. *LoRA* is the difference from PEFT's loss before and after one "
+        "step of adapters on all experts, in MXFP8. *Reload* is the difference between the loss of the engine in "
+        "MXFP8 and the loss of the model that transformers loads after `save_pretrained`. *Replay* says whether the "
+        "loss is the same if recorded routes are replayed."]
+    lines = ["# Architectures"]
+    for paragraph in about:
+        lines += ["", textwrap.fill(paragraph, 119, break_on_hyphens=False)]
+    table = tabulate(cells(rows), HEADERS.values(), tablefmt="pipe", disable_numparse=True)
+    return "\n".join([*lines, "", table]) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="the page to write")
-    parser.add_argument("--types", nargs="+", default=sorted(ARCHITECTURES),
-                        choices=sorted(ARCHITECTURES), metavar="TYPE", help="model types, by default all")
+    parser.add_argument("--types", nargs="+", metavar="TYPE",
+                        help=f"print these and write nothing. Default: all types, written to {RESULT.name} and "
+                        f"{PAGE.name}")
+    parser.add_argument("--show", action="store_true", help="write the page from the stored result, and run nothing")
     arguments = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(_rank, (port, arguments.types, arguments.out), nprocs=RANKS)
+    if not arguments.show:
+        types = decorated_types()
+        if unknown := set(arguments.types or ()) - set(types):
+            parser.error(f"{', '.join(sorted(unknown))}: expected some of {', '.join(types)}")
+        rows = []
+        for row in (bar := tqdm(rows_of(arguments.types or types), total=len(arguments.types or types), unit="type")):
+            bar.set_postfix_str(row["type"])
+            rows.append(row)
+        print(tabulate(cells(rows), HEADERS.values(), disable_numparse=True))
+        if not arguments.types:
+            results_file.write("architectures", [{"case": {"type": row.pop("type")}, **row} for row in rows], RESULT)
+    if not arguments.types:
+        PAGE.write_text(page(results_file.read(RESULT, "architectures")))
+    if not arguments.show and (bad := [row for row in rows if not row["correct"]]):
+        sys.exit(f"{len(bad)} of {len(rows)} types do not agree with transformers")
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ import test_replay_recompute
 import torch
 from autoep_models import batch, ds_config
 from deepspeed.moe.ep_router import TokenChoiceTopKRouter
+from preset_models import tiny_model
 from test_replay_classic import GATES
 
 import ds_mxfp8_moe
-from architectures import tiny_model
 from ds_mxfp8_moe import record_routes, replay_routes
 from ds_mxfp8_moe.layers.router import route
 from ds_mxfp8_moe.layers.routes import Turn

@@ -10,13 +10,13 @@ import torch
 import transformers
 from deepspeed.module_inject.auto_ep import AutoEP
 from deepspeed.module_inject.auto_ep_presets import registry
+from preset_models import ARCHITECTURES, COMMON, NARROW, difference, losses, tiny_model
 from rank_pool import RankFailure
 from slow import slow_except
 from test_engine import converted, enabled
 from test_pretrained import held_out_loss, loaded
 
 import ds_mxfp8_moe
-from architectures import ARCHITECTURES, COMMON, NARROW, difference, losses, tiny_model
 from ds_mxfp8_moe import ConfigError
 from ds_mxfp8_moe.layers.presets import PRESETS
 

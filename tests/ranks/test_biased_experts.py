@@ -4,12 +4,12 @@
 import pytest
 import torch
 from autoep_models import autoep_layers, train_engine
+from preset_models import difference
 from slow import slow_except
 from test_autoep import call, decibels, same_bits
 from test_autoep_presets import BF16, SGD, beside_hugging_face, model_of
 
 import ds_mxfp8_moe
-from architectures import difference
 from ds_mxfp8_moe.layers.autoep import MXFP8ExtendedGroupedExperts
 from ds_mxfp8_moe.layers.extended_experts import ExtendedGroupedExperts
 

@@ -14,6 +14,7 @@ import torch
 from autoep_models import batch, ds_config, model, train_engine
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from models import Layout, SwiGLU, make_engine
+from preset_models import ARCHITECTURES, tiny_model
 from slow import slow_except
 from test_lora import with_adapters
 from test_pretrained import HELD_OUT, held_out_loss, loaded
@@ -21,7 +22,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from vllm_reader import EXPERT, files_of, read
 
 import ds_mxfp8_moe
-from architectures import ARCHITECTURES, tiny_model
 from ds_mxfp8_moe import export_weights, save_pretrained
 from ds_mxfp8_moe.compute import casts
 from ds_mxfp8_moe.compute.mx import dequantize, quantize_tiles

@@ -9,11 +9,11 @@ import pytest
 import torch
 from autoep_models import batch, ds_config, gathered
 from deepspeed.moe.ep_router import TokenChoiceTopKRouter
+from preset_models import ARCHITECTURES, tiny_model
 from slow import slow_except
 from test_autoep_presets import QUICK
 
 import ds_mxfp8_moe
-from architectures import ARCHITECTURES, tiny_model
 from ds_mxfp8_moe import record_routes, replay_routes
 from ds_mxfp8_moe.engine import replay
 from ds_mxfp8_moe.layers.found import converted_layers

@@ -7,12 +7,12 @@ import torch
 from autoep_models import batch, ds_config
 from models import DEFAULT, PLAIN, Layout, make_engine
 from models import batch as layout_batch
+from preset_models import tiny_model
 from slow import slow_except
 from test_recompute import CheckpointedNet
 from test_replay import MXFP8, WAYS, different, other_routes, outcome, set_way
 
 import ds_mxfp8_moe
-from architectures import tiny_model
 from ds_mxfp8_moe import record_routes, replay_routes
 from ds_mxfp8_moe.layers.found import converted_layers
 from ds_mxfp8_moe.layers.routes import routes_of
