@@ -14,13 +14,14 @@ if missing("import") is None:
     from .engine.start import enable, initialize
     from .layers.classic import MoE
     from .layers.recognise import register_expert
+    from .layers.registries import register
     from .transport.deadline import PeerFailure
 else:
     from .plain import convert, enable, initialize
 
 __all__ = ["ConfigError", "ConversionReport", "MXFP8MoEConfig", "MoE", "PeerFailure", "convert", "enable",
-           "export_weights", "from_pretrained", "initialize", "padded_routes", "record_routes", "register_expert",
-           "replay_routes", "save_pretrained"]
+           "export_weights", "from_pretrained", "initialize", "padded_routes", "record_routes", "register",
+           "register_expert", "replay_routes", "save_pretrained"]
 
 
 def __getattr__(name: str):

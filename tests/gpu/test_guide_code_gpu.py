@@ -7,7 +7,8 @@ import torch
 
 
 @pytest.mark.parametrize("guide", [guides.quick_start, guides.classic, guides.trainer, guides.accelerate, guides.lora,
-                                   guides.metrics, guides.serving], ids=lambda guide: guide.__name__)
+                                   guides.metrics, guides.serving, guides.plain_torch],
+                         ids=lambda guide: guide.__name__)
 def test_scripts(pair, tmp_path, guide):
     pair.run(guide, tmp_path)
 

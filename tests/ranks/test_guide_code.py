@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from autoep_models import batch, ds_config, engine, model
+from deepspeed.accelerator import get_accelerator
 from slow import slow_except
 from test_engine import enabled
 from test_trainer import Sentences
@@ -238,6 +239,19 @@ def building_blocks(directory: Path) -> float:
 
 def test_building_blocks(ranks2, tmp_path):
     assert min(ranks2.run(building_blocks, tmp_path)) > 22
+
+
+def plain_torch(directory: Path) -> float:
+    """The last loss."""
+    net, device = model(), get_accelerator().current_device_name()
+    if dist.get_rank() == 0:
+        net.save_pretrained(directory)
+    return run(GUIDES / "plain_torch.md", directory, model=net.to(device), folder=directory,
+               batches=[batch(step).to(device) for step in range(3)])["loss"].item()
+
+
+def test_plain_torch(ranks2, tmp_path):
+    assert ranks2.run(plain_torch, tmp_path) == pytest.approx([4.85, 4.85], rel=0.02)  # ln 128
 
 
 def emulated_all_to_all(directory: Path) -> float:

@@ -120,6 +120,9 @@ def destroy_groups() -> None:
     if ended := [group for group in torch.distributed.distributed_c10d._world.pg_map if group not in kept]:
         for group in ended:
             torch.distributed.destroy_process_group(group)
+        if "torch.distributed.tensor" in sys.modules:
+            from torch.distributed.tensor import debug
+            debug._clear_sharding_prop_cache()  # it holds meshes of ended groups, which equal those of later cases
         gc.collect()  # engines hold their groups, and each other
 
 
