@@ -86,7 +86,10 @@ class EarlierNames:
 
     def joined(self, present: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """The tensor that consists of those with earlier names."""
-        return parts[0] if len(parts) == 1 else self._blocks[present].experts.layout.join_halves(*parts)
+        if len(parts) == 1:
+            return parts[0]
+        block = self._blocks[present]
+        return block.experts.layout.join_halves(*(part.reshape(block.num_experts, -1) for part in parts))
 
     def keep_order(self, groups: Iterable[Iterable[str]], model: nn.Module) -> bool:
         """Whether groups of an optimizer hold the model's parameters in the order that they have in the model."""
@@ -190,15 +193,22 @@ def folders_found(engine: DeepSpeedEngine, folder: Path) -> Iterator[None]:
             remembered.update(before)
 
 
+def _tensor_of(saved: Any) -> torch.Tensor:
+    """What a file of a universal checkpoint holds. From ZeRO-3 it is flat."""
+    return saved[PARAM] if isinstance(saved, dict) else saved
+
+
 def _size(file: Path) -> int:
-    return torch.load(file, map_location="meta", weights_only=False)[PARAM].numel()
+    return _tensor_of(torch.load(file, map_location="meta", weights_only=False)).numel()
 
 
 def _join(names: EarlierNames, name: str, folders: list[Path], place: Path) -> Path:
     place.mkdir()
     for file in folders[0].glob("*.pt"):
         parts = [torch.load(folder / file.name, weights_only=False) for folder in folders]
-        if isinstance(parts[0], dict):
-            parts[0] = {**parts[0], PARAM: names.joined(name, [part[PARAM] for part in parts])}
-        torch.save(parts[0], place / file.name)
+        saved = parts[0]
+        if file.stem != "step":
+            saved = names.joined(name, [_tensor_of(part) for part in parts])
+            saved = {**parts[0], PARAM: saved} if isinstance(parts[0], dict) else saved.flatten()
+        torch.save(saved, place / file.name)
     return place

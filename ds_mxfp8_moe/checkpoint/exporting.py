@@ -145,16 +145,16 @@ class _Merging(Gather):
             update = sum(layer.get_delta_weight(adapter).detach().float() for adapter in unmerged_adapters(layer))
             return merge_update(value.detach(), update, self.names[layer], self.step)
 
-    def layer_experts(self, layer: Any, weights: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+    def layer_experts(self, layer: Any, weights: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
         return super().layer_experts(layer, self._merged(layer, weights))
 
-    def _merged(self, layer: Any, weights: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    def _merged(self, layer: Any, weights: Iterable[torch.Tensor | None]) -> Iterator[torch.Tensor | None]:
         """This rank's w1, w2 and w3 of a block, one at a time."""
         adapters = _of_halves(_adapters_of(layer))
         first, name = layer.ep_rank * layer.num_local_experts, self.names[layer]
         for role, weight in zip(("gate", "down", "up"), weights, strict=True):
-            weight = weight if weight is None else unpartitioned(weight)
-            if role in adapters:
+            if weight is not None and role in adapters:
+                weight = unpartitioned(weight)
                 experts = range(first, first + layer.num_local_experts)
                 seeds = seeds_of([f"{name}.{role}.{i}" for i in experts], self.step, weight.device)
                 before, weight = weight, merge(weight, adapters[role], seeds)

@@ -26,7 +26,7 @@ from ..layers.autoep import CONVERTED_EXPERTS, MXFP8AutoEPMoELayer
 from ..layers.classic import LayerSettings, MoE, MXFP8MOELayer
 from ..layers.experts import ExpertBlock, MXFP8Experts
 from ..layers.extended_experts import ExtendedGroupedExperts
-from ..layers.frozen_experts import frozen_layers, frozen_of, hold_quantized, wants_mxfp8
+from ..layers.frozen_experts import WEIGHTS, frozen_layers, frozen_of, hold_quantized, wants_mxfp8
 from ..layers.lora import adapted_parts
 from ..layers.recognise import ExpertsAtConversion, foreign_code, recognise
 from ..layers.stacked import shape_of
@@ -101,7 +101,7 @@ def convert_layers(model: torch.nn.Module, config: MXFP8MoEConfig, broken: str =
     layers = []
     for name, module in list(model.named_modules()):
         if isinstance(module, ExpertBlock):
-            layers.append(_convert_experts(name, module.experts, config, recipe, broken))
+            layers.append(_convert_experts(name, module, holds_mxfp8, config, recipe, broken))
             continue
         if not isinstance(module, (deepspeed_layer.MoE, AutoEPMoELayer)):
             continue
@@ -145,9 +145,10 @@ def convert_layers(model: torch.nn.Module, config: MXFP8MoEConfig, broken: str =
     return ConversionReport.of(layers, config)
 
 
-def _convert_experts(name: str, experts: MXFP8Experts, config: MXFP8MoEConfig, recipe: Recipe,
+def _convert_experts(name: str, block: ExpertBlock, holds_mxfp8: bool, config: MXFP8MoEConfig, recipe: Recipe,
                      broken: str) -> LayerReport:
     """Gives the experts of one block their settings. Those that may not run MXFP8 run in the model's dtype."""
+    experts = block.experts
     for ours in [key for key in vars(experts) if key.startswith("mxfp8_")]:
         delattr(experts, ours)
     formula, frozen = stacked_formula(experts), frozen_of(experts) is not None
@@ -160,6 +161,9 @@ def _convert_experts(name: str, experts: MXFP8Experts, config: MXFP8MoEConfig, r
         raise ConfigError(f"{name} {_MXFP8_ALONE}: {reason}")
     if reason:
         recipe = unquantized(recipe)
+    elif holds_mxfp8 and _can_hold_mxfp8(block):
+        hold_quantized(block, recipe.scaling_mode)
+        frozen = True
     # Experts that are held in MXFP8 alone compute in it, however few tokens there are.
     fewest_tokens = 0 if frozen else min_tokens_per_expert(
         config.min_tokens_per_expert, formula, recipe, experts.num_local_experts, torch.device(current_device()[0]))
@@ -201,7 +205,7 @@ def _refuse_to_leave_mxfp8(model: torch.nn.Module, config: MXFP8MoEConfig, broke
 
 def _can_hold_mxfp8(layer: AutoEPMoELayer) -> bool:
     """Whether all weights of a layer's experts are frozen parameters. Those that ZeRO-3 has partitioned stay."""
-    weights = list(layer.experts.parameters())
+    weights = [p for name in WEIGHTS if (p := layer.experts._parameters.get(name)) is not None]
     return bool(weights) and not any(p.requires_grad or hasattr(p, "ds_id") for p in weights)
 
 

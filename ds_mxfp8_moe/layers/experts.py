@@ -130,6 +130,11 @@ class ExpertBlock:
     def mxfp8_settings(self) -> LayerSettings:
         return self.experts.mxfp8_settings
 
+    def requires_grad_(self, requires_grad: bool = True) -> nn.Module:
+        """Raises RuntimeError if asked to train weights that are held in MXFP8 alone."""
+        self.experts.requires_grad_(requires_grad)
+        return super().requires_grad_(requires_grad)
+
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False,
                                   folding_group_handles: Any = None) -> None:
         """Takes the group that the engine has made. The engine calls this."""

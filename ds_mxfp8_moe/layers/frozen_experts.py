@@ -78,7 +78,8 @@ def hold(layer: AutoEPMoELayer, frozen: FrozenWeights) -> None:
 def hold_quantized(layer: AutoEPMoELayer, scaling_mode: str) -> None:
     """Quantises the experts' weights of a layer, one expert after the other, and lets it hold the result alone."""
     w1_EFH, w2_EHF, w3_EFH = (getattr(layer.experts, name) for name in WEIGHTS)
-    frozen = FrozenWeights(*w2_EHF.shape, w1_EFH.dtype, w1_EFH.device)
+    gated = getattr(layer.experts, "has_gate", True)
+    frozen = FrozenWeights(*w2_EHF.shape, w1_EFH.dtype, w1_EFH.device, gated)
     for i, (gate, down, up) in enumerate(zip(w1_EFH, w2_EHF, w3_EFH, strict=True)):
         frozen.put(i, gate, down, up, scaling_mode)
     hold(layer, frozen)
