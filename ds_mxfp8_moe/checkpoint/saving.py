@@ -26,7 +26,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from ..layers.frozen_experts import frozen_layers
+from ..layers.frozen_experts import WEIGHTS, frozen_layers
 from ..layers.lora import has_adapters, is_peft, saves_adapters, with_module_names, with_published_names
 from ..layers.patches import lent, wrap
 from ..layers.say import say_if_missing
@@ -105,10 +105,11 @@ def _state_dict(engine: DeepSpeedEngine, exclude_frozen_parameters: bool = False
         check_same_arguments("saving the model", exclude_frozen_parameters=exclude_frozen_parameters)
     buffers = {name for name, _ in engine.module.named_buffers()}
 
-    held = [f"{name}.experts." for name in frozen_layers(engine.module)] if has_adapters(engine.module) else []
+    held = {f"{name}.experts.{weight}" for name in frozen_layers(engine.module) for weight in WEIGHTS}
+    only_adapters = has_adapters(engine.module)  # who has them saves them alone
 
     def wanted(name: str, value: torch.Tensor) -> bool:
-        if any(map(name.startswith, held)):  # who has adapters saves them alone
+        if only_adapters and name in held:
             return False
         return value.requires_grad or not exclude_frozen_parameters or name in buffers
 
