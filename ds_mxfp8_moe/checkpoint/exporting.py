@@ -20,8 +20,8 @@ from ..compute.block_fp8 import Rounding, to_block_fp8
 from ..compute.formula import LowRank, gate_then_up
 from ..compute.merging import KeptShare, merge, merge_as_tiles, merge_update, product, seeds_of
 from ..compute.mx import TILE, MXTensor
+from ..layers.adapters import unmerged_adapters, whole_low_rank
 from ..layers.experts import ExpertBlock
-from ..layers.lora import unmerged_adapters
 from ..layers.say import print_on_rank_0
 from ..transport.agreement import check_same_arguments
 from ..transport.deadline import tell_peers, tell_peers_on_error
@@ -298,7 +298,7 @@ def _local(weights: Any) -> casts.Stack | list[torch.Tensor]:
 def _adapters_of(layer: Any) -> dict[str, LowRank]:
     """Name of a GEMM -> the adapter of this rank's experts of a layer. Collective in ZeRO-3."""
     if isinstance(layer, ExpertBlock):
-        found = layer.experts.low_rank()
+        found = whole_low_rank(layer.experts)
     elif hasattr(layer, "expert_adapters"):
         found = layer.expert_adapters.whole()
     else:

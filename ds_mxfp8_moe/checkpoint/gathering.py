@@ -26,9 +26,10 @@ from deepspeed.moe.fused_expert_layout import classify_fused_gate_up_layout
 from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from ..layers.adapters import base_prefix, is_peft
 from ..layers.experts import ExpertBlock, expert_blocks
 from ..layers.frozen_experts import WEIGHTS, frozen_layers, frozen_of
-from ..layers.lora import base_prefix, is_peft, published_parts
+from ..layers.lora import published_parts
 from ..layers.presets import added_preset, gate_and_up_in_turn
 from ..layers.say import print_on_rank_0
 from ..layers.stacked import DOWN

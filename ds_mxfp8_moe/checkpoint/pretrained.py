@@ -10,7 +10,7 @@ from typing import Any
 import deepspeed.comm as dist
 
 from ..compute.mx import TILE
-from ..layers.lora import saves_adapters
+from ..layers.adapters import saves_adapters
 from ..layers.say import print_on_rank_0
 from ..transport.agreement import check_same_arguments
 from ..transport.deadline import tell_peers_on_error

@@ -20,10 +20,10 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from ..compute.block_fp8 import rows_of
 from ..compute.formula import IN_TURN
 from ..config import Recipe
+from ..layers.adapters import adapted_weights, is_peft, merged_name
 from ..layers.classic import MXFP8MOELayer
 from ..layers.experts import ExpertBlock
 from ..layers.frozen_experts import frozen_of
-from ..layers.lora import adapted_weights, is_peft, merged_name
 from ..ops.private_names import line_about, missing
 from .gathering import (
     Gather,

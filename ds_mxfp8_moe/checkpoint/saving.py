@@ -26,8 +26,9 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from ..layers.adapters import has_adapters, is_peft, saves_adapters
 from ..layers.frozen_experts import WEIGHTS, frozen_layers
-from ..layers.lora import has_adapters, is_peft, saves_adapters, with_module_names, with_published_names
+from ..layers.lora import with_module_names, with_published_names
 from ..layers.patches import lent, wrap
 from ..layers.say import say_if_missing
 from ..transport.agreement import check_same_arguments

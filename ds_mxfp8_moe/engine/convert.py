@@ -22,12 +22,12 @@ from ..compute.formula import DTYPES, Activation, ExpertFormula, ExpertWeights, 
 from ..config import ConfigError, MXFP8MoEConfig, Recipe, current_device, resolve
 from ..ffn.expert_ffn import unquantized
 from ..layers.activation_proof import activation_of
+from ..layers.adapters import adapted_parts
 from ..layers.autoep import CONVERTED_EXPERTS, MXFP8AutoEPMoELayer
 from ..layers.classic import LayerSettings, MoE, MXFP8MOELayer
 from ..layers.experts import ExpertBlock, MXFP8Experts
 from ..layers.extended_experts import ExtendedGroupedExperts
 from ..layers.frozen_experts import WEIGHTS, frozen_layers, frozen_of, hold_quantized, wants_mxfp8
-from ..layers.lora import adapted_parts
 from ..layers.recognise import ExpertsAtConversion, foreign_code, recognise
 from ..layers.stacked import shape_of
 from ..ops.private_names import missing

@@ -30,6 +30,7 @@ from torch import nn
 from ..compute.formula import DTYPES
 from ..config import ConfigError, MXFP8MoEConfig
 from ..ffn.frozen_weights import FrozenWeights
+from ..layers.adapters import check_adapters, register_factors, take_wrappers, unwrapped
 from ..layers.experts import expert_blocks, spread
 from ..layers.frozen_experts import WEIGHTS, free, wants_mxfp8
 from ..layers.held_experts import HeldExperts
@@ -110,12 +111,19 @@ class _Spreading:
         return self
 
     def ep_parser(self) -> list[Found]:
-        """The blocks whose experts can be spread. A line says why others stay as they are."""
+        """The blocks whose experts can be spread. A line says why others stay as they are.
+
+        Raises:
+            ConfigError: PEFT has changed experts in a way that this package does not know.
+        """
+        check_adapters(self.model)
         found, left = [], []
         for name, block in self.model.named_modules():
-            experts = block._modules.get("experts")
+            child = block._modules.get("experts")
+            experts = unwrapped(child)
             if experts is not None and is_stacked(experts):
-                one = Found(name, shape_of(getattr(experts, DOWN))[0], experts)
+                wrapper = None if child is experts else child
+                one = Found(name, shape_of(getattr(experts, DOWN))[0], experts, wrapper)
                 reason = self._obstacle(one)
                 if reason and isinstance(experts, HeldExperts) and not experts.original:
                     raise ConfigError(f"{name}.experts are held in MXFP8 alone, and cannot be spread: {reason}. Load "
@@ -158,6 +166,10 @@ class _Spreading:
             weights = {} if frozen else share(layout, whole, found.num_experts // ep_size, ep_rank)
             spread(block, experts, weights, ep_size, ep_rank,
                    experts.leave() if isinstance(experts, HeldExperts) else None)
+            if found.wrapper is not None:
+                take_wrappers(experts, found.wrapper)
+            if self.engine.zero_optimization_partition_weights():
+                register_factors(block)
             if frozen:
                 experts.frozen = frozen
                 self.frozen.append(experts)

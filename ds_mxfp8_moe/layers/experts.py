@@ -26,6 +26,7 @@ from ..ffn.frozen_weights import REFUSED
 from ..ffn.kept_weights import KeptWeights
 from ..ffn.open_ffn import OpenFormula
 from ..transport.deadline import tell_peers_on_error
+from .adapters import low_rank
 from .classic import LayerSettings
 from .frozen_experts import WEIGHTS, dtype_of, frozen_of
 from .stacked import DOWN, Layout, shape_of
@@ -100,8 +101,7 @@ class MXFP8Experts(nn.Module):
 
     def low_rank(self) -> dict[str, LowRank]:
         """Name of a GEMM ("up" includes the gate) -> the adapter of this rank's experts."""
-        adapters = self._modules.get("adapters")
-        return {} if adapters is None else adapters.of_forward()
+        return low_rank(self)
 
     def requires_grad_(self, requires_grad: bool = True) -> nn.Module:
         """Raises RuntimeError if asked to train weights that are held in MXFP8 alone."""

@@ -24,7 +24,7 @@ from torch import nn
 
 from ..config import MXFP8MoEConfig
 from ..ffn.frozen_weights import FrozenWeights
-from .lora import has_adapters
+from .adapters import has_adapters
 from .patches import patched
 from .presets import gate_and_up_in_turn
 
