@@ -3,8 +3,8 @@
 
 PEFT (`LoraConfig(target_parameters=[...])`) wraps a module of stacked experts, once for each of its parameters.
 DeepSpeed looks for the weights in `block.experts`. So `take_wrappers` moves the wrappers from around the experts into
-them, as their child `adapters`, where PEFT's own functions find them, for example those that switch adapters off.
-State dicts have the names that the wrappers gave before.
+them, as their child `adapters`. Modules, parameters and state dicts keep the names that the wrappers gave: PEFT's own
+functions go by them.
 
 The experts do not merge adapters into weights. They multiply rows by the two factors (ffn/expert_ffn.py), which needs
 no gradient of the experts' weights and leaves these, and their quantised copies, as they are.
@@ -17,6 +17,7 @@ gradient.
 
 import re
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import deepspeed
@@ -92,6 +93,12 @@ def unmerged_adapters(layer: nn.Module) -> list[str]:
 # ---- adapters of spread experts -------------------------------------------------------------------------------------
 
 
+NO_MERGE = ("AutoEP has spread these experts over the ranks, so PEFT cannot merge adapters into their weights, or take "
+            "them away. ds_mxfp8_moe.save_pretrained(engine, directory, weights=\"fp8\") and export_weights(engine) "
+            "merge them. Or save the adapters by save_pretrained(engine, directory), and merge them in a process "
+            "without DeepSpeed")
+
+
 class ElsewhereExperts(nn.Module):
     """Stands for the experts inside PEFT's wrappers, once they are spread over the ranks.
 
@@ -104,10 +111,7 @@ class ElsewhereExperts(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         if name in vars(self)["names"]:
-            raise RuntimeError("AutoEP has spread these experts over the ranks, so PEFT cannot merge adapters into "
-                               "their weights. ds_mxfp8_moe.save_pretrained(engine, directory, weights=\"fp8\") and "
-                               "export_weights(engine) merge them. Or save the adapters by save_pretrained(engine, "
-                               "directory), and merge them in a process without DeepSpeed")
+            raise RuntimeError(NO_MERGE)
         return super().__getattr__(name)
 
 
@@ -126,8 +130,23 @@ def check_adapters(model: nn.Module) -> None:
             continue
         targets = Layout.of(experts).names
         if module.parameter_name not in targets:
+            name = name.replace(".base_layer", "")
             raise ConfigError(f"{name}: an adapter targets {module.parameter_name}; expert parallelism takes adapters "
                               f"of {' and '.join(targets)} alone: take it out of target_parameters")
+
+
+def named_modules(experts: nn.Module, plain: Callable, memo: set | None, prefix: str,
+                  remove_duplicate: bool) -> Iterator[tuple[str, nn.Module]]:
+    """`plain(memo, prefix, remove_duplicate)`, where PEFT's wrappers have the names that they had around the experts.
+
+    The outermost wrapper comes first, under the name of the experts.
+    """
+    wrapper, memo = experts._modules.get("adapters"), set() if memo is None else memo
+    if wrapper is not None and not (remove_duplicate and experts in memo):
+        yield from wrapper.named_modules(memo, prefix, remove_duplicate)
+    for name, module in plain(memo, prefix, remove_duplicate):
+        if wrapper is None or not f"{name}.".removeprefix(f"{prefix}." if prefix else "").startswith(ADAPTERS):
+            yield name, module
 
 
 def take_wrappers(experts: nn.Module, wrapper: nn.Module) -> None:
@@ -242,13 +261,11 @@ def _publish_names(experts: nn.Module, state: dict, prefix: str, metadata: dict)
 
 
 def _accept_published_names(experts: nn.Module, state: dict, prefix: str, *args) -> None:
-    """A hook of the experts' load_state_dict, which takes their own names as well."""
-    base = base_prefix(experts)
-    own = {prefix + _published(name, base): prefix + name
-           for name, _ in (*experts.named_parameters(), *experts.named_buffers())}
-    for published in [key for key in state if key in own]:
-        value = state.pop(published)
-        state[own[published]] = value
+    """A hook of the experts' load_state_dict."""
+    base, factors = base_prefix(experts), {name for name, _ in experts.adapters.named_parameters()}
+    for key in [key for key in state if key.startswith(prefix)]:
+        name, value = key.removeprefix(prefix), state.pop(key)
+        state[prefix + (ADAPTERS + name if name in factors else name.removeprefix(base))] = value
 
 
 def merged_name(name: str, model: nn.Module, prefix: str) -> str | None:

@@ -26,7 +26,7 @@ from ..ffn.frozen_weights import REFUSED
 from ..ffn.kept_weights import KeptWeights
 from ..ffn.open_ffn import OpenFormula
 from ..transport.deadline import tell_peers_on_error
-from .adapters import low_rank
+from .adapters import NO_MERGE, low_rank, named_modules
 from .classic import LayerSettings
 from .frozen_experts import WEIGHTS, dtype_of, frozen_of
 from .stacked import DOWN, Layout, shape_of
@@ -109,10 +109,17 @@ class MXFP8Experts(nn.Module):
             frozen.requires_grad_(requires_grad)
         return super().requires_grad_(requires_grad)
 
+    def named_modules(self, memo: set | None = None, prefix: str = "",
+                      remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
+        """As of any module. See `adapters.named_modules`."""
+        return named_modules(self, super().named_modules, memo, prefix, remove_duplicate)
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name == "base_layer" and "adapters" in self._modules:  # by the name that wrappers have
+                raise RuntimeError(NO_MERGE) from None
             if name in WEIGHTS and frozen_of(self) is not None:
                 raise AttributeError(f"{name} of these experts {REFUSED}") from None
             raise
