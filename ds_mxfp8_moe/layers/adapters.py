@@ -93,8 +93,8 @@ def unmerged_adapters(layer: nn.Module) -> list[str]:
 # ---- adapters of spread experts -------------------------------------------------------------------------------------
 
 
-NO_MERGE = ("AutoEP has spread these experts over the ranks, so PEFT cannot merge adapters into their weights, or take "
-            "them away. ds_mxfp8_moe.save_pretrained(engine, directory, weights=\"fp8\") and export_weights(engine) "
+NO_MERGE = ("AutoEP has spread these experts over the ranks, so PEFT cannot merge adapters into their weights, nor "
+            "remove them. ds_mxfp8_moe.save_pretrained(engine, directory, weights=\"fp8\") and export_weights(engine) "
             "merge them. Or save the adapters by save_pretrained(engine, directory), and merge them in a process "
             "without DeepSpeed")
 
