@@ -208,7 +208,7 @@ def refused():
         with pytest.raises(RuntimeError, match="PEFT cannot merge adapters into their weights.*save_pretrained"):
             call()
     for modules, of in ((["experts"], "experts"), (["mlp"], "mlp")):
-        with pytest.raises(ConfigError, match=f"layers.0.mlp.*{of} holds experts, and is in modules_to_save"):
+        with pytest.raises(ConfigError, match=f"{of} holds experts, and is in modules_to_save"):
             build(peft.get_peft_model(aria(), peft.LoraConfig(target_modules=["q_proj"], modules_to_save=modules)))
 
 
