@@ -161,6 +161,7 @@ def _convert_experts(name: str, block: ExpertBlock, holds_mxfp8: bool, config: M
         raise ConfigError(f"{name} {_MXFP8_ALONE}: {reason}")
     if reason:
         recipe = unquantized(recipe)
+        config = config.model_copy(update={"enabled": False, "load_balance_coeff": None, "force_load_balance": False})
     elif holds_mxfp8 and _can_hold_mxfp8(block):
         hold_quantized(block, recipe.scaling_mode)
         frozen = True

@@ -8,6 +8,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ..config import MXFP8MoEConfig
 from ..layers.autoep import MXFP8AutoEPMoELayer
+from ..layers.classic import MXFP8MOELayer
+from ..layers.experts import ExpertBlock
 from ..layers.found import converted_layers
 from ..layers.patches import wrap
 from ..layers.routes import routes_of
@@ -125,15 +127,17 @@ def batch_gradients(engine: DeepSpeedEngine, config: MXFP8MoEConfig, converted: 
 
 def balance_loads(engine: DeepSpeedEngine) -> None:
     """Lets the engine move the biases of experts after each step, if its layers' config asks for it."""
-    layers = [layer for layer in converted_layers(engine.module)
-              if layer.mxfp8_settings.config.load_balance_coeff is not None]
-    if others := [layer.mxfp8_settings.name for layer in layers if not isinstance(layer, MXFP8AutoEPMoELayer)]:
+    coeffs = {layer: layer.mxfp8_settings.config.load_balance_coeff for layer in converted_layers(engine.module)}
+    if others := [layer.mxfp8_settings.name for layer, coeff in coeffs.items()
+                  if coeff is not None and isinstance(layer, MXFP8MOELayer)]:
         print_on_rank_0(f'mxfp8_moe: "load_balance_coeff" has no effect on classic layers, such as {others[0]}')
-    layers = [layer for layer in layers if isinstance(layer, MXFP8AutoEPMoELayer)]
+    layers = [module for module in engine.module.modules()
+              if isinstance(module, (MXFP8AutoEPMoELayer, ExpertBlock))
+              and coeffs.get(module.experts if isinstance(module, ExpertBlock) else module) is not None]
     if getattr(engine, "_mxfp8_balancer", None) is not None:
         engine._mxfp8_balancer.close()
-    engine._mxfp8_balancer = balance.LoadBalancer(
-        engine.module, layers, layers[0].mxfp8_settings.config.load_balance_coeff) if layers else None
+    coeff = next((coeff for coeff in coeffs.values() if coeff is not None), None)
+    engine._mxfp8_balancer = balance.LoadBalancer(engine.module, layers, coeff) if layers else None
     if any(not balance.corrects(layer) for layer in layers):
         print_on_rank_0("mxfp8_moe: only checkpoints contain the biases that balance the experts' load: "
                         "transformers has no place for them in this model")

@@ -23,7 +23,9 @@ from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.pipe import PipelineModule
 
 from ..layers.autoep import MXFP8AutoEPMoELayer
+from ..layers.choices import top_k_of
 from ..layers.classic import MXFP8MOELayer
+from ..layers.experts import ExpertBlock
 from ..layers.router import why_no_turns
 from ..layers.routes import Given, LayerRoutes, ModelRoutes, RecordedRoutes, routes_of
 from ..ops.private_names import missing
@@ -95,6 +97,7 @@ def replay_routes(engine: torch.nn.Module, routes: Any) -> Iterator[None]:
                                      "give routes for each forward inside the `with`, in their order")
                 tell_peers(error)  # they may be in a forward that this rank did not run
                 raise error
+            state.end_replay()
         finally:
             state.replayed = None
 
@@ -138,7 +141,7 @@ def _prepared(engine: torch.nn.Module, name: str) -> tuple[list, list[torch.nn.M
     state, modules = routes_of(model, make=True), dict(model.named_modules())
     of_moe = {path: module for path, module in modules.items() if isinstance(module, (MOELayer, AutoEPMoELayer))}
     layers = {path: layer for path, layer in of_moe.items()
-              if isinstance(layer, (MXFP8MOELayer, MXFP8AutoEPMoELayer))}
+              if isinstance(layer, (MXFP8MOELayer, MXFP8AutoEPMoELayer, ExpertBlock))}
     failure = _refusal(of_moe, layers)
     if (state.recorded if name == "record_routes" else state.replayed) is not None:
         failure = "this model is inside another `with` of it already"
@@ -148,10 +151,15 @@ def _prepared(engine: torch.nn.Module, name: str) -> tuple[list, list[torch.nn.M
         raise RuntimeError(f"{name}: {failure}")
     if not hasattr(engine_of(engine), "_mxfp8_metrics") or missing("steps"):  # no hooks.py: nothing tells of steps
         state.forget()
-    for index, layer in enumerate(layers.values()):
-        top_k = layer.router.top_k if isinstance(layer, MXFP8AutoEPMoELayer) else layer.gate.k
+    around = _around(modules, layers)
+    for index, (path, layer) in enumerate(layers.items()):
+        if isinstance(layer, ExpertBlock):
+            top_k, layer.mxfp8_chooses = top_k_of(layer), True
+            layers[path] = layer = layer.experts
+        else:
+            top_k = layer.router.top_k if isinstance(layer, MXFP8AutoEPMoELayer) else layer.gate.k
         layer.mxfp8_routes = LayerRoutes(layer.mxfp8_settings.name, index, top_k, state)
-    return [*layers.values()], _around(modules, layers), state
+    return [*layers.values()], around, state
 
 
 def _refusal(of_moe: dict, layers: dict) -> str | None:
@@ -167,7 +175,11 @@ def _refusal(of_moe: dict, layers: dict) -> str | None:
 
 def _obstacle(module: torch.nn.Module) -> str | None:
     """Why routes of this MoE layer can be neither recorded nor replayed. None: they can."""
-    if not isinstance(module, (MXFP8MOELayer, MXFP8AutoEPMoELayer)):
+    if isinstance(module, ExpertBlock):
+        if "forward" in vars(module):
+            return "its forward method is replaced on the instance"
+        module = module.experts
+    elif not isinstance(module, (MXFP8MOELayer, MXFP8AutoEPMoELayer)):
         return "it runs DeepSpeed's own path: the start-up lines say why"
     if module.mxfp8_settings.config.force_load_balance:
         return '"force_load_balance" chooses the experts'
@@ -218,7 +230,7 @@ def _checked(layers: list, routes: Any) -> list[Given]:
 def _given(layers: list, routes: Any) -> Given:
     """The routes of one forward. Raises ValueError if they are wrong. The host reads them once, as its last step."""
     routes = torch.as_tensor(routes)
-    top_k_L = [layer.mxfp8_routes.top_k for layer in layers]
+    top_k_L = [layer.mxfp8_routes.top_k or routes.shape[-1] for layer in layers]
     num_experts_L = [layer.num_local_experts * layer.ep_size for layer in layers]
     L, K = len(layers), max(top_k_L)
     if routes.dim() < 3 or routes.shape[-2:] != (L, K) or routes.dtype.is_floating_point or routes.dtype == torch.bool:

@@ -21,14 +21,17 @@ from deepspeed.utils import groups
 from torch import nn
 
 from ..compute.formula import LowRank
-from ..compute.routing import Routes
+from ..compute.routing import Routes, round_robin
 from ..ffn.frozen_weights import REFUSED
 from ..ffn.kept_weights import KeptWeights
 from ..ffn.open_ffn import OpenFormula
 from ..transport.deadline import tell_peers_on_error
 from .adapters import NO_MERGE, low_rank, named_modules
+from .choices import Choice, run_block
 from .classic import LayerSettings
 from .frozen_experts import WEIGHTS, dtype_of, frozen_of
+from .padding import PaddingMask
+from .routes import LayerRoutes, is_recomputed
 from .stacked import DOWN, Layout, shape_of
 
 
@@ -50,6 +53,10 @@ class MXFP8Experts(nn.Module):
     mxfp8_kept: KeptWeights | None = None
     mxfp8_sums: ReferenceType | None = None  # to an optimizer of engine/zero.py
     mxfp8_samples: list | None = None  # engine/metrics.py
+    mxfp8_routes: LayerRoutes | None = None
+    mxfp8_choice: Choice | None = None  # of the block's forward that runs now
+    mxfp8_unbiased: bool = False  # whether a line said that the router asks for no bias
+    mxfp8_padding: PaddingMask | None = None
 
     @torch.compiler.disable  # the host decides sizes in it
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor,
@@ -63,8 +70,15 @@ class MXFP8Experts(nn.Module):
         """
         self._check_input(hidden_states)
         x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
-        routes = Routes(expert_TK=top_k_index.flatten(0, -2).long(), weight_TK=top_k_weights.flatten(0, -2).float(),
+        expert_TK = top_k_index.flatten(0, -2).long()
+        if self.mxfp8_choice is not None:
+            self.mxfp8_choice.end(expert_TK)
+        routes = Routes(expert_TK=expert_TK, weight_TK=top_k_weights.flatten(0, -2).float(),
                         num_experts=self.num_experts)
+        if self.mxfp8_settings.config.force_load_balance:
+            routes = round_robin(routes)
+        if self.mxfp8_settings.config.load_balance_coeff is not None:
+            self._count(routes)
         ffn = self.mxfp8_settings.ffn(self, x_TH, routes, None)
         frozen = frozen_of(self)
         weights = {"gate": self.w1, "up": self.w3, "down": self.w2} if frozen is None else {}
@@ -74,6 +88,11 @@ class MXFP8Experts(nn.Module):
     @tell_peers_on_error
     def _check_input(self, x: torch.Tensor) -> None:
         self.mxfp8_settings.check_input(x, dtype_of(self), weights_cast=True)
+
+    def _count(self, routes: Routes) -> None:
+        loads_E = self._buffers.get("tokens_per_expert")  # engine/balance.py
+        if loads_E is not None and self.training and not is_recomputed():  # an evaluation does not move the balance
+            loads_E += self.mxfp8_padding.counts(routes.expert_TK, routes.counts_E())
 
     @property
     def experts(self) -> nn.Module:
@@ -131,7 +150,16 @@ class ExpertBlock:
     Attributes:
         ep_group_name, ep_group, expert_placement_descriptor, ep_size, ep_rank, num_experts, num_local_experts: as in
             AutoEPMoELayer. Engine and checkpoints read them.
+        mxfp8_chooses: whether its choice of experts may be recorded, replayed or biased.
     """
+
+    mxfp8_chooses: bool = False
+
+    def forward(self, *args, **kwargs) -> Any:
+        """The block's own forward."""
+        if self.mxfp8_chooses:
+            return run_block(self, super().forward, *args, **kwargs)
+        return super().forward(*args, **kwargs)
 
     @property
     def mxfp8_settings(self) -> LayerSettings:

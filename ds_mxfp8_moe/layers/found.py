@@ -12,8 +12,9 @@ from .experts import MXFP8Experts
 
 def converted_layers(model: torch.nn.Module) -> list[MXFP8MOELayer | MXFP8AutoEPMoELayer | MXFP8Experts]:
     """The model's layers on the MXFP8 path."""
-    return [module for module in model.modules() if isinstance(module, (MXFP8MOELayer, MXFP8AutoEPMoELayer)) or (
-                isinstance(module, MXFP8Experts) and "mxfp8_settings" in vars(module))]
+    layers = [module for module in model.modules()
+              if isinstance(module, (MXFP8MOELayer, MXFP8AutoEPMoELayer, MXFP8Experts))]
+    return [layer for layer in layers if "mxfp8_settings" in vars(layer) and layer.mxfp8_settings.config.enabled]
 
 
 def trains_experts(engine: DeepSpeedEngine) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..transport.deadline import tell_peers_on_error
+from ..transport.deadline import tell_peers, tell_peers_on_error
 
 
 @dataclass
@@ -93,9 +93,9 @@ class RecordedRoutes(Sequence):
         forward = self._forwards[n]
         if absent := [layer.name for layer in self._layers if forward.turns.get(layer.index, Turn()).made_TK is None]:
             raise RuntimeError(f"the routes of forward {n} are incomplete: it did not reach {', '.join(absent)}")
-        most = max(layer.top_k for layer in self._layers)
-        made = [torch.nn.functional.pad(forward.turns[layer.index].made_TK, (0, most - layer.top_k), value=-1)
-                for layer in self._layers]
+        made = [forward.turns[layer.index].made_TK for layer in self._layers]
+        most = max(made_TK.shape[1] for made_TK in made)
+        made = [torch.nn.functional.pad(made_TK, (0, most - made_TK.shape[1]), value=-1) for made_TK in made]
         return torch.stack(made, dim=1).reshape(*forward.token_shape, len(made), most)
 
 
@@ -112,6 +112,7 @@ class ModelRoutes:
         self.replayed: Iterator[Given] | None = None
         self._current: Forward | None = None
         self._remembered: list[Forward] = []  # that may be recomputed, in ascending order of `start`
+        self._ignored: dict[str, torch.Tensor] = {}  # layer -> whether its experts got other choices than it replayed
 
     @torch.compiler.disable
     @tell_peers_on_error
@@ -146,6 +147,16 @@ class ModelRoutes:
         gone = [one for one in self._remembered if one.turns or one.forgotten][:1]
         last = [one for one in self._remembered[-1:] if not one.turns and not one.forgotten]
         self._remembered = [*(Forward(one.start, forgotten=True) for one in gone), *last]
+
+    def end_replay(self) -> None:
+        """The host waits for the device. Raises RuntimeError if a layer chose other experts than it replayed."""
+        names, flags = [*self._ignored], [*self._ignored.values()]
+        self._ignored = {}
+        if flags and any(found := torch.stack(flags).tolist()):
+            error = RuntimeError(f"replay_routes: not supported for {names[found.index(True)]}: its router changes "
+                                 "the choice that torch.topk gives it")
+            tell_peers(error)
+            raise error
 
     @torch.compiler.disable
     def turn(self, layer: "LayerRoutes", token_shape: torch.Size) -> Turn | None:
@@ -186,12 +197,12 @@ class LayerRoutes:
     Attributes:
         name: the layer's.
         index: among the model's MoE layers.
-        top_k: choices of a token.
+        top_k: choices of a token. None: the router does not tell. All layers have as many then.
     """
 
     name: str
     index: int
-    top_k: int
+    top_k: int | None
     model: ModelRoutes
 
     @tell_peers_on_error
@@ -207,6 +218,12 @@ class LayerRoutes:
         if torch.compiler.is_compiling() and self.model.recorded is None and self.model.replayed is None:
             return None
         return self.model.turn(self, token_shape)
+
+    def check(self, arrived_TK: torch.Tensor, replayed_TK: torch.Tensor) -> None:
+        """Compares the choice that a router made of a replayed one with it. The host waits for nothing."""
+        ignored = (arrived_TK != replayed_TK).any()
+        earlier = self.model._ignored.get(self.name)
+        self.model._ignored[self.name] = ignored if earlier is None else ignored | earlier
 
 
 def routes_of(model: torch.nn.Module, make: bool = False) -> ModelRoutes | None:

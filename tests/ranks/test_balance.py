@@ -6,7 +6,7 @@ from functools import partial
 import deepspeed.comm as dist
 import pytest
 import torch
-from autoep_models import autoep_layers, batch, engine, train_engine
+from autoep_models import autoep_layers, batch, engine, train_engine, watch_choices
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.engine import balance
@@ -24,7 +24,7 @@ def biases(module: torch.nn.Module) -> list[torch.Tensor]:
 def counts_of_a_step(net, step: int) -> list[torch.Tensor]:
     """Choices of all ranks in a forward of this batch, by layer."""
     layers, found = autoep_layers(net.module), []
-    hooks = [layer.router.register_forward_hook(lambda module, args, out: found.append(out[2].float()))
+    hooks = [watch_choices(layer, lambda expert_TK: found.append(expert_TK.flatten().bincount(minlength=8).float()))
              for layer in layers]
     net(input_ids=batch(step))
     for hook in hooks:
@@ -111,15 +111,15 @@ def evaluated() -> bool:
     net = engine(SECTION, 0)
     net.eval()
     net(input_ids=batch(0))
-    return any(bool(layer.tokens_per_expert.any()) for layer in autoep_layers(net.module))
+    return any(bool(buffer.any()) for name, buffer in net.module.named_buffers() if name.endswith("tokens_per_expert"))
 
 
 def test_an_evaluation_counts_nothing(ranks2):
     assert ranks2.run(evaluated) == [False, False]
 
 
-def add_load(load_E, tokens, module, args, out) -> None:
-    load_E += out[1][tokens].flatten().bincount(minlength=8)
+def add_load(load_E, tokens, expert_TK) -> None:
+    load_E += expert_TK[tokens].flatten().bincount(minlength=8)
 
 
 def signs_with_padding(side: str, checkpointing: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -133,7 +133,7 @@ def signs_with_padding(side: str, checkpointing: bool) -> list[tuple[torch.Tenso
         ids, kept = batch(i, size=4 + i), 2 + i + 3 * dist.get_rank()
         mask = torch.zeros_like(ids)
         mask[:, slice(kept) if side == "right" else slice(-kept, None)] = 1
-        hooks = [layer.router.register_forward_hook(partial(add_load, load_E, mask.flatten() == 1))
+        hooks = [watch_choices(layer, partial(add_load, load_E, mask.flatten() == 1))
                  for layer, load_E in zip(layers, loads, strict=True)]
         loss = loss + net(ids, mask, labels=ids.where(mask == 1, -100)).loss
         for hook in hooks:

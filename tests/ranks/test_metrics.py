@@ -12,7 +12,7 @@ from unittest import mock
 import deepspeed.comm as dist
 import pytest
 import torch
-from autoep_models import autoep_layers, engine, train_engine
+from autoep_models import autoep_layers, engine, train_engine, watch_choices
 from deepspeed.pipe import LayerSpec, PipelineModule
 from models import Layout, batch, make_engine, train_steps
 from slow import slow_except
@@ -48,7 +48,8 @@ def train_autoep(folder: str) -> tuple[list, list]:
     net = engine(section(2), 1, gradient_accumulation_steps=2, **monitor(folder))
     seen = [[] for _ in autoep_layers(net.module)]
     for moe, counts in zip(autoep_layers(net.module), seen, strict=True):
-        moe.router.register_forward_hook(lambda module, args, out, counts=counts: counts.append(out[2].float()))
+        watch_choices(moe, lambda expert_TK, counts=counts: counts.append(
+            expert_TK.flatten().bincount(minlength=8).float()))
     losses = train_engine(net, range(8))
     first = [counts[6] for counts in seen]  # micro-batch 6 is the first of step 4
     for counts in first:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recording and replaying routes: the same bits at once, the model's own rule elsewhere, errors before the forward."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from unittest import mock
 
 import deepspeed.comm as dist
 import pytest
 import torch
-from autoep_models import batch, ds_config, gathered
+from autoep_models import autoep_layers, batch, ds_config, gate_weight, gathered, router_of, top_k
 from deepspeed.moe.ep_router import TokenChoiceTopKRouter
 from preset_models import ARCHITECTURES, tiny_model
 from slow import slow_except
@@ -44,7 +45,7 @@ def other_routes(layers: list, tokens: int = 32) -> torch.Tensor:
     """Random choices, different on every rank."""
     generator = torch.Generator().manual_seed(9 + dist.get_rank())
     shape = tokens, len(layers), layers[0].num_experts
-    return torch.rand(shape, generator=generator).argsort(-1)[..., :layers[0].router.top_k]
+    return torch.rand(shape, generator=generator).argsort(-1)[..., :top_k(layers[0])]
 
 
 class Forced:
@@ -88,13 +89,13 @@ class Forced:
 CHANGES = {"deepseek_v2": {"topk_method": "greedy"}}
 
 
-def every_type(model_type: str) -> tuple:
+def every_type(model_type: str, make: Callable = tiny_model) -> tuple:
     """What differs if a recording is replayed at once, and by how much from Hugging Face with other experts."""
     changes = CHANGES.get(model_type, {})
-    engine = ds_mxfp8_moe.initialize(model=tiny_model(model_type, torch.float32, **changes),
+    engine = ds_mxfp8_moe.initialize(model=make(model_type, torch.float32, **changes),
                                      config=ds_config(BF16, 0, 2))[0]
     model, ids = engine.module, batch(0)
-    layers = converted_layers(model)
+    layers = autoep_layers(model)
     plain = outcome(model, ids)
     with record_routes(engine) as routes:
         recorded = outcome(model, ids)
@@ -106,12 +107,12 @@ def every_type(model_type: str) -> tuple:
     model.eval()
     with replay_routes(engine, drifted_TLK):
         ours = outcome(model, ids)
-    plain_model = tiny_model(model_type, torch.float32, **changes).eval()
+    plain_model = make(model_type, torch.float32, **changes).eval()
     with Forced(drifted_TLK, layers[0].num_experts):
         own = outcome(plain_model, ids)
     errors = [float((ours["logits"] - own["logits"]).abs().max())]
     for layer in layers:
-        gate = layer.router.gate.weight
+        gate = gate_weight(layer)
         name = next(name for name, p in plain_model.named_parameters() if torch.equal(p, gate))
         errors.append(float((gate.grad - own[name]).norm() / own[name].norm()))
     engine.destroy()
@@ -277,7 +278,7 @@ def wrong_on_rank_1() -> None:
             replay_routes(engine, [GOOD] * 3):
         model(ids)
     assert "2 of the routes of 3 forwards" in absence(dist.get_rank())  # what peers would read
-    layer = converted_layers(model)[0]
+    layer = autoep_layers(model)[0]
     with record_routes(engine), pytest.raises(RuntimeError, match="mlp was called outside its model's forward"):
         layer(torch.zeros(1, 1, 64))
     with record_routes(engine), pytest.raises(RuntimeError, match="inside another `with` of it"), record_routes(model):
@@ -286,7 +287,7 @@ def wrong_on_rank_1() -> None:
         with pytest.raises(ZeroDivisionError), mock.patch.object(model.model.layers[1], "forward",
                                                                  lambda *args, **keys: 1 / 0):
             model(ids)
-        hook = converted_layers(model)[1].router.gate.register_forward_pre_hook(lambda *args: 1 / 0)
+        hook = router_of(autoep_layers(model)[1]).register_forward_pre_hook(lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             model(ids)
         hook.remove()

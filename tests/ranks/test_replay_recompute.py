@@ -4,7 +4,7 @@
 import deepspeed.comm as dist
 import pytest
 import torch
-from autoep_models import batch, ds_config
+from autoep_models import autoep_layers, batch, ds_config, gate_weight, watch_choices
 from models import DEFAULT, PLAIN, Layout, make_engine
 from models import batch as layout_batch
 from preset_models import tiny_model
@@ -14,7 +14,6 @@ from test_replay import MXFP8, WAYS, different, other_routes, outcome, set_way
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe import record_routes, replay_routes
-from ds_mxfp8_moe.layers.found import converted_layers
 from ds_mxfp8_moe.layers.routes import routes_of
 
 
@@ -70,7 +69,7 @@ def recomputed(family: str, ep_size: int = 2) -> list[str]:
     net = tiny_model(family, torch.float32, attn_implementation="eager")
     engine = ds_mxfp8_moe.initialize(model=net, config=ds_config(MXFP8, 0, ep_size))[0]
     model = engine.module
-    layers = converted_layers(model)
+    layers = autoep_layers(model)
     first = other_routes(layers)
     routes, found = [first, first.flip(0)], []
 
@@ -108,7 +107,7 @@ def compiled() -> list[str]:
     """What differs between gradients of a compiled model and of the same one before, with other routes and at once."""
     net = tiny_model("qwen3_moe", torch.float32, attn_implementation="eager")
     engine = ds_mxfp8_moe.initialize(model=net, config=ds_config(MXFP8, 0, 2))[0]
-    routes = other_routes(converted_layers(net))
+    routes = other_routes(autoep_layers(net))
     with replay_routes(engine, routes):
         plain = outcome(net, batch(0))
     set_way(net, "non-reentrant")
@@ -132,13 +131,13 @@ def changed_between() -> list[bool]:
     """Whether layers choose the same again, although their routers have changed since the forward."""
     engine = ds_mxfp8_moe.initialize(model=tiny_model("qwen3_moe", torch.float32), config=ds_config(MXFP8, 0, 2))[0]
     set_way(engine.module, "reentrant")
-    layers, chosen = converted_layers(engine.module), []
+    layers, chosen = autoep_layers(engine.module), []
     for layer in layers:
-        layer.router.register_forward_hook(lambda module, args, out: chosen.append(out[1]))
+        watch_choices(layer, chosen.append)
     with record_routes(engine):
         loss = engine.module(input_ids=batch(0), labels=batch(0)).loss
     for layer in layers:
-        layer.router.gate.weight.data.neg_()
+        gate_weight(layer).data.neg_()
     loss.backward()
     return [torch.equal(chosen[0], chosen[3]), torch.equal(chosen[1], chosen[2])]
 

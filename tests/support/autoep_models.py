@@ -2,6 +2,8 @@
 """Tiny Hugging Face MoE models, one a family that AutoEP knows, and engines that train them on gloo ranks."""
 
 import re
+from collections.abc import Callable
+from typing import Any
 
 import deepspeed
 import torch
@@ -9,7 +11,9 @@ import transformers
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 
 import ds_mxfp8_moe
+from ds_mxfp8_moe.layers.choices import top_k_of
 from ds_mxfp8_moe.layers.classic import MXFP8MOELayer
+from ds_mxfp8_moe.layers.experts import ExpertBlock
 from ds_mxfp8_moe.layers.found import converted_layers
 
 VOCABULARY = 128
@@ -105,6 +109,28 @@ def batch(step: int, rank: int | None = None, size: int = 2, length: int = 16) -
 
 def autoep_layers(module: torch.nn.Module) -> list:
     return [layer for layer in module.modules() if isinstance(layer, AutoEPMoELayer)]
+
+
+def router_of(block: torch.nn.Module) -> torch.nn.Module:
+    """The router of a MoE block, which has the weight [E, H], itself or in its gate."""
+    return block.router if hasattr(block, "router") else block.gate
+
+
+def gate_weight(block: torch.nn.Module) -> torch.nn.Parameter:
+    """The weight [E, H] of a MoE block's router."""
+    router = router_of(block)
+    return next(p for p in router.parameters() if len(getattr(p, "ds_shape", p.shape)) == 2)
+
+
+def top_k(block: torch.nn.Module) -> int:
+    return top_k_of(block) if isinstance(block, ExpertBlock) else block.router.top_k
+
+
+def watch_choices(block: torch.nn.Module, take: Callable[[torch.Tensor], None]) -> Any:
+    """Calls take(expert_TK) in each forward of the block. Returns the hook's handle."""
+    if isinstance(block, ExpertBlock):
+        return block.experts.register_forward_pre_hook(lambda module, args: take(args[1]))
+    return block.router.register_forward_hook(lambda module, args, out: take(out[1]))
 
 
 def train_engine(engine, steps, rank: int | None = None) -> list[float]:
