@@ -71,7 +71,8 @@ def replay_routes(engine: torch.nn.Module, routes: Any) -> Iterator[None]:
 
     Each rank gives the routes of its own tokens, for all experts of the group, and for as many forwards as the other
     ranks. This is collective over all ranks. They check all routes when the `with` begins, and the host waits for
-    that. In the forwards it waits for nothing more than it does without replay.
+    that. In the forwards it waits for nothing more than it does without replay. When the `with` ends, it waits once to
+    learn whether the routers of transformers took the choice.
 
     Args:
         engine: a DeepSpeed engine, or a model with converted layers.
@@ -84,12 +85,13 @@ def replay_routes(engine: torch.nn.Module, routes: Any) -> Iterator[None]:
             has an expert twice, or the routes cannot be read; or if ranks give routes of different numbers of
             forwards. In a forward: the routes are for another number of tokens.
         RuntimeError: before the forwards, on every rank, if the routes of this model cannot be replayed on any rank.
-            There are more forwards than routes, or fewer.
+            There are more forwards than routes, or fewer. In a forward, or when the `with` ends: the router of a block
+            does not take the choice.
     """
     layers, around, state = _prepared(engine, "replay_routes")
     with _watched(around, state):
         given = _checked(layers, routes)  # last: the host waits for the device, which then waits for the host
-        state.replayed = iter(given)
+        state.replayed, state.ignored = iter(given), {}
         try:
             yield
             if unused := operator.length_hint(state.replayed):

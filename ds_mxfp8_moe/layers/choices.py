@@ -33,15 +33,14 @@ def run_block(block: nn.Module, forward: Callable, *args, **kwargs) -> Any:
         ValueError: see LayerRoutes.turn.
     """
     experts, hidden_states = block.experts, args[0] if args else next(iter(kwargs.values()))
-    routes, bias_E = experts.mxfp8_routes, experts._buffers.get("expert_bias")
+    routes, bias_E = experts.mxfp8_routes, getattr(experts, "expert_bias", None)
     turn = None if routes is None else routes.turn(hidden_states.shape[:-1])
     if turn is None and bias_E is None:
         return forward(*args, **kwargs)
     with ExitStack() as stack:
         experts.mxfp8_choice = choice = Choice(experts, hidden_states.shape[:-1].numel(), turn, bias_E, stack.close)
         stack.callback(setattr, experts, "mxfp8_choice", None)
-        if bias_E is not None or turn.chosen_TK is not None:
-            stack.enter_context(choice)
+        stack.enter_context(choice)  # also to record: a recomputation saves the same tensors for backward then
         return forward(*args, **kwargs)
 
 
@@ -118,8 +117,8 @@ def correction_bias(block: nn.Module) -> tuple[nn.Module, str] | None:
     """The module and the name of the block's own bias for the choice alone. None: it has none, or an optimizer's."""
     inside = set(block.experts.modules())
     for module in block.modules():
-        for name, buffer in module._buffers.items() if module not in inside else ():
-            if name.endswith("bias") and buffer is not None and buffer.shape == (block.num_experts, ):
+        for name, buffer in module.named_buffers(recurse=False) if module not in inside else ():
+            if name.endswith("bias") and buffer.shape == (block.num_experts, ):
                 return module, name
     return None
 

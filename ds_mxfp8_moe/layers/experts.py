@@ -90,7 +90,7 @@ class MXFP8Experts(nn.Module):
         self.mxfp8_settings.check_input(x, dtype_of(self), weights_cast=True)
 
     def _count(self, routes: Routes) -> None:
-        loads_E = self._buffers.get("tokens_per_expert")  # engine/balance.py
+        loads_E = getattr(self, "tokens_per_expert", None)  # engine/balance.py
         if loads_E is not None and self.training and not is_recomputed():  # an evaluation does not move the balance
             loads_E += self.mxfp8_padding.counts(routes.expert_TK, routes.counts_E())
 

@@ -105,14 +105,15 @@ class ModelRoutes:
     Attributes:
         recorded: where to record. None: nothing is recorded.
         replayed: what the next forwards replay. None: nothing is replayed.
+        ignored: layer -> a bool on the device, whether its experts got another choice than the one that it replayed.
     """
 
     def __init__(self) -> None:
         self.recorded: RecordedRoutes | None = None
         self.replayed: Iterator[Given] | None = None
+        self.ignored: dict[str, torch.Tensor] = {}
         self._current: Forward | None = None
         self._remembered: list[Forward] = []  # that may be recomputed, in ascending order of `start`
-        self._ignored: dict[str, torch.Tensor] = {}  # layer -> whether its experts got other choices than it replayed
 
     @torch.compiler.disable
     @tell_peers_on_error
@@ -150,11 +151,10 @@ class ModelRoutes:
 
     def end_replay(self) -> None:
         """The host waits for the device. Raises RuntimeError if a layer chose other experts than it replayed."""
-        names, flags = [*self._ignored], [*self._ignored.values()]
-        self._ignored = {}
-        if flags and any(found := torch.stack(flags).tolist()):
-            error = RuntimeError(f"replay_routes: not supported for {names[found.index(True)]}: its router changes "
-                                 "the choice that torch.topk gives it")
+        flags = torch.stack([*self.ignored.values()]).tolist() if self.ignored else []
+        if name := next((name for name, flag in zip(self.ignored, flags, strict=True) if flag), None):
+            error = RuntimeError(f"replay_routes: not supported for {name}: its router changes the choice that "
+                                 "torch.topk gives it")
             tell_peers(error)
             raise error
 
@@ -222,8 +222,8 @@ class LayerRoutes:
     def check(self, arrived_TK: torch.Tensor, replayed_TK: torch.Tensor) -> None:
         """Compares the choice that a router made of a replayed one with it. The host waits for nothing."""
         ignored = (arrived_TK != replayed_TK).any()
-        earlier = self.model._ignored.get(self.name)
-        self.model._ignored[self.name] = ignored if earlier is None else ignored | earlier
+        earlier = self.model.ignored.get(self.name)
+        self.model.ignored[self.name] = ignored if earlier is None else ignored | earlier
 
 
 def routes_of(model: torch.nn.Module, make: bool = False) -> ModelRoutes | None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answers to a router's `topk`: replayed and biased choices, in groups and without, and which calls are answered."""
+"""The answers to a router's `topk`: replayed and biased choices, in groups and without; which calls are answered."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -43,9 +44,10 @@ def test_a_turn_answers_and_rows_of_minus_one_choose(form, share):
 
 def test_other_calls_are_not_answered():
     turn = Turn(torch.zeros(T, K, dtype=torch.int16), complete=True)
-    for call in (lambda x=torch.randn(T, E): x.topk(K - 1), lambda x=torch.randn(T, E + 1): x.topk(K),
-                 lambda x=torch.randn(T + 1, E): x.topk(K), lambda x=torch.randn(T, E): x.topk(K, dim=0),
-                 lambda x=torch.randn(T, 2, E): x.topk(K), lambda x=torch.randn(T, E): x.sort(1)):
+    for shape, call in (((T, E), lambda x: x.topk(K - 1)), ((T, E + 1), lambda x: x.topk(K)),
+                        ((T + 1, E), lambda x: x.topk(K)), ((T, E), lambda x: x.topk(K, dim=0)),
+                        ((T, 2, E), lambda x: x.topk(K)), ((T, E), lambda x: x.sort(1))):
+        call = partial(call, torch.randn(shape))
         for ours, plain in zip(inside(call, turn), call(), strict=True):
             assert torch.equal(ours, plain)
 

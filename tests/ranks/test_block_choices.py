@@ -34,7 +34,8 @@ NEW = {
     "deepseek_v4": lambda: transformers.DeepseekV4Config(
         **COMMON, n_routed_experts=8, head_dim=32, q_lora_rank=32, o_groups=2, o_lora_rank=16, index_n_heads=2,
         index_head_dim=16, index_topk=4, layer_types=["sliding_attention"] * 2,
-        mlp_layer_types=["hash_moe", "moe"], num_nextn_predict_layers=0, hc_mult=2),
+        mlp_layer_types=["hash_moe", "moe"], num_nextn_predict_layers=0, hc_mult=2,
+        swiglu_limit=1e4),
 }
 SPREAD = mock.patch.dict(os.environ, SPREAD_ALL="1")
 
@@ -43,7 +44,11 @@ def new_model(model_type: str, dtype: torch.dtype, **changes) -> torch.nn.Module
     if model_type not in NEW:
         return tiny_model(model_type, dtype, **changes)
     torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(NEW[model_type](), dtype=dtype).train()
+    model = transformers.AutoModelForCausalLM.from_config(NEW[model_type](), dtype=dtype).train()
+    for name, buffer in model.named_buffers():
+        if name.endswith("tid2eid"):
+            buffer.copy_(torch.rand(len(buffer), 8).argsort(1)[:, :2])
+    return model
 
 
 def start(model_type: str, section: dict, *args, **changes):
@@ -84,6 +89,41 @@ def test_routers_without_topk_are_refused(ranks2, model_type):
         assert same or model_type == "phimoe"  # which draws at random
 
 
+def excluded(engine):
+    ds_mxfp8_moe.convert(engine, {**BF16, "exclude": [r".*layers\.0.*"]})
+
+
+def replaced_block(engine):
+    block = autoep_layers(engine.module)[1]
+    block.forward = block.forward
+
+
+def refused_at_once() -> list[bool]:
+    """Whether layers that are not converted replay other choices. Blocks that cannot are refused at once."""
+    engine = start("qwen3_moe", BF16, 0, 2)
+    routes, losses = other_routes(autoep_layers(engine.module)), []
+    for change in (excluded, lambda engine: ds_mxfp8_moe.convert(engine, {"enabled": False})):
+        change(engine)
+        losses.append(engine(input_ids=batch(0), labels=batch(0)).loss)
+        with record_routes(engine) as recorded, replay_routes(engine, routes):
+            losses.append(engine(input_ids=batch(0), labels=batch(0)).loss)
+        assert torch.equal(recorded[0].flatten(0, 1), routes)
+    for told, change in ((
+            '"force_load_balance" chooses the experts',
+            lambda engine: ds_mxfp8_moe.convert(engine, {**BF16, "force_load_balance": True})), (
+            "not supported for model.layers.1.mlp: its forward method is replaced", replaced_block)):
+        ds_mxfp8_moe.convert(engine, BF16)
+        change(engine)
+        for enter in (record_routes, lambda engine: replay_routes(engine, routes)):
+            with pytest.raises(RuntimeError, match=told), enter(engine):
+                raise AssertionError("the forward began")
+    return [bool(losses[0] != losses[1]), bool(losses[2] != losses[3])]
+
+
+def test_what_is_refused_at_once(ranks2):
+    assert ranks2.run(refused_at_once) == [[True, True]] * 2
+
+
 def changed_choice(hidden: bool) -> str:
     """The error for a router that changes the choice which it was given. `hidden`: in one token of one rank."""
     engine = start("qwen3_moe", BF16, 0, 2)
@@ -103,7 +143,7 @@ def changed_choice(hidden: bool) -> str:
             train_engine(engine, range(1))
     except RuntimeError as error:
         told = str(error)
-    with replay_routes(engine, routes), pytest.raises(ZeroDivisionError):  # the first error counts
+    with pytest.raises(ZeroDivisionError), replay_routes(engine, routes):  # that error counts
         engine(input_ids=batch(0))
         raise ZeroDivisionError
     return told
