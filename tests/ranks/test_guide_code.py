@@ -18,6 +18,7 @@ from autoep_models import batch, ds_config, engine, model
 from deepspeed.accelerator import get_accelerator
 from slow import slow_except
 from test_engine import enabled
+from test_registries import needs_exchange, on_cpu
 from test_trainer import Sentences
 
 import ds_mxfp8_moe
@@ -250,6 +251,8 @@ def plain_torch(directory: Path) -> float:
                batches=[batch(step).to(device) for step in range(3)])["loss"].item()
 
 
+@needs_exchange
+@on_cpu
 def test_plain_torch(ranks2, tmp_path):
     assert ranks2.run(plain_torch, tmp_path) == pytest.approx([4.85, 4.85], rel=0.02)  # ln 128
 
