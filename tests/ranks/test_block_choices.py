@@ -11,10 +11,10 @@ import pytest
 import torch
 import transformers
 from autoep_models import autoep_layers, batch, ds_config, router_of, train_engine
+from preset_models import COMMON, tiny_model
 from test_replay import BF16, every_type, other_routes
 
 import ds_mxfp8_moe
-from architectures import COMMON, tiny_model
 from ds_mxfp8_moe import record_routes, replay_routes
 from ds_mxfp8_moe.engine import balance
 
