@@ -37,7 +37,7 @@ NEW = {
         mlp_layer_types=["hash_moe", "moe"], num_nextn_predict_layers=0, hc_mult=2,
         swiglu_limit=1e4),
 }
-SPREAD = mock.patch.dict(os.environ, SPREAD_ALL="1")
+SPREAD = mock.patch.dict(os.environ, DS_MXFP8_MOE_SPREAD_ALL="1")
 
 
 def new_model(model_type: str, dtype: torch.dtype, **changes) -> torch.nn.Module:

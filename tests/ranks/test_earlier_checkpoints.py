@@ -38,7 +38,7 @@ def written(directory, stage, family):
 
 def read(directory, stage, family, tag="two", **changes):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SPREAD_ALL", "1")
+        patch.setenv("DS_MXFP8_MOE_SPREAD_ALL", "1")
         engine = build({**MXFP8, "recipe": "bf16"}, stage, 2, family=family, seed=1, **changes)
     assert list(expert_blocks(engine.module))
     path, _ = engine.load_checkpoint(str(directory), tag=tag)

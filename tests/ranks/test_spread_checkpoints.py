@@ -15,7 +15,7 @@ from ds_mxfp8_moe.layers.experts import expert_blocks
 
 def spread_engine(*args, **kwargs):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SPREAD_ALL", "1")
+        patch.setenv("DS_MXFP8_MOE_SPREAD_ALL", "1")
         engine = build(MXFP8, *args, **kwargs)
     assert list(expert_blocks(engine.module))
     return engine
