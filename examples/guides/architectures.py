@@ -167,12 +167,14 @@ def measure(model_type: str) -> dict[str, Any]:
 
     def attempt(name: str, call: Callable[[], dict]) -> bool:
         """Whether it succeeded on all ranks."""
+        failure, printed = None, io.StringIO()
         try:
-            with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-                found, failure = call(), None
+            with redirect_stdout(printed), redirect_stderr(io.StringIO()):
+                row.update(call())
         except Exception as error:
-            found, failure = {}, f"{name}: {type(error).__name__}: {error}"
-        row.update(found)
+            failure = f"{name}: {type(error).__name__}: {error}"
+        if whole := re.search("as transformers computes them: (.*)", printed.getvalue()):
+            row["whole"] = whole[1]
         failures: list = [None] * dist.get_world_size()
         dist.all_gather_object(failures, failure)
         if failure := next(filter(None, failures), None):
@@ -201,9 +203,9 @@ def measure(model_type: str) -> dict[str, Any]:
 
     own: list[float] = []
     engines: dict[str, tuple] = {}
-    if attempt("plain", plain):
-        if attempt("bf16", lambda: ours("bf16")):
-            engines.pop("bf16")[0].destroy()
+    if attempt("plain", plain) and attempt("bf16", lambda: ours("bf16")):
+        engines.pop("bf16")[0].destroy()
+    if row.get("converted", "0")[0] != "0":
         if attempt("mxfp8", lambda: ours("mxfp8")):
             attempt("replay", lambda: {"replay": replayed(*engines["mxfp8"])})
             attempt("reload", lambda: {"reload": reload_difference(*engines["mxfp8"])})
@@ -220,7 +222,7 @@ def judged(row: dict[str, Any]) -> dict[str, Any]:
     count, layers = map(int, row.get("converted", "0 of 1").split(" of "))
     if "reason" not in row:
         if count < layers:
-            row["reason"] = f"{layers - count} layers are not converted"
+            row["reason"] = f"{layers - count} layers stay transformers' own: {row.get('whole', 'no line says why')}"
         elif far:
             row["reason"] = f"farther from transformers than {' and '.join(far)} may be"
         elif not row["replay"]:

@@ -52,6 +52,7 @@ KINDS = {"layer_types": "full_attention", "mlp_layer_types": "sparse"}
 
 # What rules cannot guess: keys of a type's config and of its sub-configs.
 EXCEPTIONS: dict[str, dict[str, Any]] = {
+    "cohere2_moe": {"logit_scale": 1.0},
     "deepseek_ocr2": {"downsample_channels": [32, 64]},
     "diffusion_gemma": {"global_head_dim": 16},
     "dots1": {"n_shared_experts": 1},
@@ -63,6 +64,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "hunyuan_v1_moe": {"head_dim": 16},
     "hy_v4_vl": {"qk_rope_head_dim": 64, "index_head_dim": 128},
+    "inkling": {"logits_mup_width_multiplier": 1.0},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 1, "expert_layer_offset": 0},
     "mimo_v2_flash": {"num_key_value_heads": 2},
     "muse_spark": {"patch_sizes": [4, 4], "hidden_sizes": [32, 32], "depths": [1, 1]},

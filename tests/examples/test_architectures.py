@@ -28,6 +28,7 @@ def test_a_type_that_does_not_agree_has_its_reason():
     assert judged(row) == {**row, "correct": True}
     assert judged({**row, "mxfp8": 0.02})["reason"] == "farther from transformers than mxfp8 may be"
     assert judged({**row, "bf16": float("nan")})["reason"] == "farther from transformers than bf16 may be"
-    assert judged({**row, "converted": "1 of 2"})["reason"] == "1 layers are not converted"
+    assert judged({**row, "converted": "1 of 2"})["reason"] == (
+        "1 layers stay transformers' own: no line says why")
     assert judged({**row, "replay": False})["reason"] == "a replay gives another loss"
     assert judged({"type": "a", "reason": "lora: no"})["correct"] is False
