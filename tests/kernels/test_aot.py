@@ -335,9 +335,9 @@ def test_subnormals_are_not_flushed(launches):
 
 
 # Most bytes of a thread's stack with Triton 3.6, and with later releases, whose LLVM and ptxas take more registers:
-# for gpt-oss' activation with blocks of 32, and for the cast to rows and columns at once. Hopper's GEMMs have two
+# for clamped activations, and for the cast to rows and columns at once. Hopper's GEMMs have two
 # warpgroups that share all registers. Triton 3.6 spills most where the FP8 GEMM's results are float32: in bf16 24.
-STACK_BYTES = {"grouped_gemm_hopper.": (224, 64), "_hopper.": (160, 160), "activation._backward_kernel": (16, 208),
+STACK_BYTES = {"grouped_gemm_hopper.": (224, 64), "_hopper.": (160, 160), "activation._backward_kernel": (32, 208),
                "quantize._quantize_matrix": (0, 48)}
 
 
