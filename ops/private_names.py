@@ -38,17 +38,10 @@ SINCE = {"deepspeed": "0.19.8", "transformers": "5.17.0", "peft": "0.21.2", "acc
 FEATURES = {
     "import": "this is plain DeepSpeed",
     "classic layers": "classic MoE layers run DeepSpeed's own path",
-    "AutoEP layers": "AutoEP's layers run DeepSpeed's own path",
-    "changed blocks": "what was changed in MoE blocks before the start has no effect",
-    "stacked experts": "AutoEP converts only the model types that DeepSpeed itself knows",
-    "added presets": "AutoEP converts only the model types that DeepSpeed itself knows",
-    "gpt-oss": "gpt-oss is not converted",
-    "phimoe": "phimoe is not converted",
-    "recorders": "AutoEP may not start with transformers 5.23 and later",
+    "stacked experts": "experts of transformers run DeepSpeed's AutoEP",
     "LoRA on experts": "PEFT's adapters on experts are not taken over",
     "FP8 experts": "transformers' FP8 experts are not converted",
     "from_pretrained": "models load by transformers alone",
-    "frozen_experts": "frozen experts stay in the model's dtype while an engine starts",
     "own optimizer": "an optimizer of your own needs expert groups, and experts must be trained",
     "compiled models": "AutoEP finds no layers in a model that torch.compile returned: call engine.compile() instead",
     "batch_gradients": "DeepSpeed handles each parameter's gradient by itself",
@@ -65,7 +58,6 @@ FEATURES = {
     "exporting": "ds_mxfp8_moe.export_weights, and save_pretrained with weights=\"fp8\", do not work",
     "loading": "checkpoints load as DeepSpeed loads them",
     "advice on speed": "start-up does not say what would make a step faster",
-    "router kernels": "AutoEP's routers run DeepSpeed's own operations, which are slower",
     "router replay": "routes are neither recorded nor replayed",
     "recordings": "the host launches each kernel from Python, which is slower",
     "nvlink": "tokens travel by NCCL",
@@ -73,7 +65,6 @@ FEATURES = {
 }
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
-_PRESETS = "deepspeed.module_inject.auto_ep_presets"
 _ZERO = "deepspeed.runtime.zero.stage_1_and_2"
 
 
@@ -92,20 +83,12 @@ class Row(NamedTuple):
 NAMES = tuple(Row(*row) for row in (
     ("import", "deepspeed", "initialize"),
     ("import", "deepspeed.checkpoint.constants", "FROZEN_PARAM_FRAGMENTS PARAM"),
-    ("import", "deepspeed.module_inject.auto_ep", "AutoEP"),
-    ("import", "deepspeed.module_inject.auto_ep_config", "AutoEPConfig MoELayerSpec"),
+    ("import", "deepspeed.module_inject.auto_ep_config", "AutoEPConfig"),
     ("import", "deepspeed.module_inject.auto_ep_layer", "AutoEPMoELayer ReplacementSourceMap"),
-    ("import", f"{_PRESETS}.base",
-     "ForwardContract MoELayerSpec MoEModelPreset TransformersTopLevelRouterLogitsAdapter"),
-    ("import", f"{_PRESETS}.registry", "PRESET_MODELS"),
-    ("import", "deepspeed.module_inject", "auto_ep auto_ep_layer"),
+    ("import", "deepspeed.module_inject.auto_ep", "AutoEP"),
     ("import", "deepspeed.checkpoint", "autoep_affine constants"),
-    ("import", "deepspeed.moe", "ep_repack sharded_moe"),
-    ("import", "deepspeed.moe.ep_count", "count_tokens_per_expert(selected_experts_indices, num_experts, ...)"),
-    ("import", "deepspeed.moe.ep_experts", "GroupedExperts apply_expert_activation(gate, up, activation, ...)"),
-    ("import", "deepspeed.moe.ep_router", "TokenChoiceTopKRouter"),
+    ("import", "deepspeed.moe", "sharded_moe"),
     ("import", "deepspeed.moe.experts", "Experts"),
-    ("import", "deepspeed.moe.fused_expert_layout", "classify_fused_gate_up_layout(w1_shape, w2_shape, ...)"),
     ("import", "deepspeed.moe.layer", "MoE"),
     ("import", "deepspeed.moe.mappings", "drop_tokens(input_, dim, ...) gather_tokens(input_, dim, ...)"),
     ("import", "deepspeed.moe.sharded_moe",
@@ -150,28 +133,9 @@ NAMES = tuple(Row(*row) for row in (
      "._backward_hooks ._backward_pre_hooks ._forward_hooks ._forward_pre_hooks ._modules ._parameters"),
     ("classic layers", "deepspeed.utils.groups", "_get_expert_model_parallel_world_size mpu"),
 
-    ("AutoEP layers", "deepspeed.module_inject.auto_ep_layer:AutoEPMoELayer",
-     "forward(self, hidden_states, ...) _finalize_output(self, output, x, hidden_states, hdim) .comm_backend "
-     ".ep_group .ep_rank .ep_size .expert_bias .experts .folding_group_handles .model_family .moe_output_shape "
-     ".num_experts .num_local_experts .router .score_apply .shared_experts .shared_experts_gate .tokens_per_expert"),
-    ("AutoEP layers", "deepspeed.module_inject.auto_ep_folding:FoldingGroupHandles", ".spec"),
-    ("AutoEP layers", "deepspeed.module_inject.auto_ep_folding:ParallelFoldingSpec", ".tp_size"),
-    ("AutoEP layers", "deepspeed.moe.ep_experts:GroupedExperts",
-     "forward(self, x, num_tokens_per_expert, ...) .activation .activation_alpha .activation_limit .w1 .w2 .w3"),
-    ("AutoEP layers", "deepspeed.moe.ep_router:TokenChoiceTopKRouter",
-     "forward(self, x, expert_bias, ...) .e_score_correction_bias .gate .num_expert_groups .num_experts .route_norm "
-     ".route_scale .score_func .top_k"),
-
-    ("changed blocks", "deepspeed.module_inject.auto_ep:AutoEP",
-     "replace_moe_layers(self, specs, ...) .config .model"),
-    ("changed blocks", "deepspeed.module_inject.auto_ep_config:AutoEPConfig", ".top_k"),
-    ("changed blocks", f"{_PRESETS}.base:MoELayerSpec",
-     ".moe_module_name .router_name .shared_experts_gate_name .shared_experts_name .top_k"),
-    ("changed blocks", "torch.nn:Module",
-     "._backward_hooks ._backward_pre_hooks ._forward_hooks ._forward_pre_hooks"),
-    ("changed blocks", "torch:Tensor", "_backward_hooks _post_accumulate_grad_hooks"),
-
-    ("stacked experts", _ENGINE, "_configure_expert_parallel(self, model, ...) autotp_size .local_rank"),
+    ("stacked experts", _ENGINE,
+     "_configure_expert_parallel(self, model, ...) autotp_size bfloat16_enabled fp16_enabled "
+     "zero_optimization_partition_weights .dont_change_device .local_rank"),
     ("stacked experts", "deepspeed.module_inject.auto_ep:AutoEP",
      "__init__(self, model, config) ep_parser(self) "
      "replace_moe_layers(self, specs, ep_size, ep_rank, collect_sources, on_moe_layer_replaced)"),
@@ -185,33 +149,6 @@ NAMES = tuple(Row(*row) for row in (
      "_get_expert_broadcast_src_rank _get_expert_data_parallel_group _get_expert_parallel_group"),
     ("stacked experts", "transformers.models.mixtral.modeling_mixtral:MixtralExperts", "_apply_gate"),
 
-    ("added presets", "deepspeed.module_inject.auto_ep:AutoEP",
-     "_replace_moe_layer_without_retarget(self, spec, ...) ep_parser(self) .model"),
-    ("added presets", "deepspeed.module_inject.auto_ep_layer:ReplacementSourceMap", ".sources"),
-    ("added presets", f"{_PRESETS}.registry",
-     "_PRESET_ADAPTERS available_preset_names get_preset(preset_name) preset_name_for_hf_model_type(model_type)"),
-    ("added presets", f"{_PRESETS}.base:MoEModelPreset",
-     ".hf_model_types .min_transformers_version .moe_layer_pattern .num_experts_attr .preset_adapter .route_norm "
-     ".router_pattern .score_func .shared_experts_pattern .unsupported_hf_model_type_notes"),
-    ("added presets", f"{_PRESETS}.base:ForwardContract", ".capture_target .return_router_logits"),
-    ("added presets", f"{_PRESETS}.base:TransformersTopLevelRouterLogitsAdapter",
-     "adjust_forward_contract(self, contract) resolve_route_norm(self, config, preset, model_config)"),
-    ("added presets", f"{_PRESETS}.base:MoELayerSpec",
-     ".experts_name .model_family .moe_module_name .router_name"),
-    ("added presets", "deepspeed.module_inject.auto_ep_config:AutoEPConfig", ".enabled .route_norm"),
-    ("gpt-oss", "transformers.models.gpt_oss.modeling_gpt_oss:GptOssExperts", ".down_proj_bias .gate_up_proj_bias"),
-    ("phimoe", "transformers.models.phimoe.modeling_phimoe", "sparsemixer(scores, jitter_eps, training, top_k, ...)"),
-    ("phimoe", "transformers.models.phimoe.modeling_phimoe:PhimoeTopKRouter", ".router_jitter_noise"),
-    ("phimoe", "transformers.models.phimoe.modeling_phimoe:PhimoeSparseMoeBlock", ".input_jitter_noise"),
-    ("recorders", f"{_PRESETS}.base",
-     "_install_instance_transformers_output_recorders(model, registry_entries, output_capturing, "
-     "remove_output_capture_hooks)"),
-    ("recorders", "transformers.utils.output_capturing", "_CAN_RECORD_REGISTRY maybe_install_capturing_hooks"),
-
-    ("LoRA on experts", "deepspeed.module_inject.auto_ep:AutoEP",
-     "__init__(self, model, config, ...) _replace_moe_layer_without_retarget(self, spec, ...) "
-     "replace_moe_layers(self, specs, ...)"),
-    ("LoRA on experts", "deepspeed.module_inject.auto_ep_config:AutoEPConfig", ".moe_layer_pattern"),
     ("LoRA on experts", "peft", "PeftModel"),
     ("LoRA on experts", "peft.tuners.lora.layer:ParamWrapper",
      "get_param ._did_swap_in_out_features .num_experts .parameter_name"),
@@ -243,21 +180,6 @@ NAMES = tuple(Row(*row) for row in (
      "convert(self, input_dict, source_patterns, target_patterns, ...)"),
     ("from_pretrained", "transformers.integrations.deepspeed", "_hf_deepspeed_config_weak_ref"),
     ("from_pretrained", "transformers.quantizers.quantizer_mxfp4:Mxfp4HfQuantizer", "validate_environment"),
-    ("frozen_experts", _ENGINE,
-     "_configure_expert_parallel(self, model, ...) bfloat16_enabled fp16_enabled .dont_change_device .has_moe_layers "
-     ".local_rank"),
-    ("frozen_experts", "deepspeed.module_inject.auto_ep:AutoEP",
-     "_replace_moe_layer_without_retarget(self, spec, ...) .model"),
-    ("frozen_experts", "deepspeed.module_inject.auto_ep_layer",
-     "GroupedExperts repack_expert_weights(experts_source, spec, ep_rank, ep_size)"),
-    ("frozen_experts", "deepspeed.module_inject.auto_ep_layer:AutoEPMoELayer",
-     ".ep_group_name .ep_rank .ep_size .num_local_experts"),
-    ("frozen_experts", "deepspeed.module_inject.auto_ep_layer:ReplacementSourceMap", ".sources"),
-    ("frozen_experts", "deepspeed.moe.ep_repack",
-     "repack_expert_source_params(experts_source, spec, ep_rank, ep_size) "
-     "repack_expert_weights(experts_source, spec, ep_rank, ep_size)"),
-    ("frozen_experts", "deepspeed.utils.groups", "_get_expert_broadcast_src_rank _get_expert_data_parallel_group"),
-
     ("own optimizer", _ENGINE,
      "_configure_optimizer(self, client_optimizer, model_parameters) zero_optimization_stage .has_moe_layers"),
     ("own optimizer", "torch.optim.lr_scheduler:LRScheduler", "._opt_called"),
@@ -315,13 +237,8 @@ NAMES = tuple(Row(*row) for row in (
      "_raise_if_autoep_zero3_consolidated_export(self, operation) _zero3_consolidated_16bit_state_dict "
      "autotp_size module_state_dict save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters) "
      "zero_gather_16bit_weights_on_model_save(self)"),
-    ("saving", "deepspeed.runtime.config:DeepSpeedConfig", ".expert_parallel_config"),
     ("saving", "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3", "checkpoint_event_epilogue(self)"),
     ("saving", "transformers.core_model_loading", "._weight_conversions"),
-    ("saving", f"{_PRESETS}.base:MoELayerSpec",
-     ".e_score_correction_bias_path .expert_storage .expert_w1_name .expert_w2_name .expert_w3_name "
-     ".shared_experts_gate_name .shared_experts_name"),
-    ("saving", "deepspeed.moe.fused_expert_layout:FusedExpertLayout", ".needs_transpose"),
     ("saving by Trainer and Accelerate", "accelerate.accelerator:Accelerator",
      "get_state_dict(self, model, ...) save_model(self, model, ...)"),
     ("saving by Trainer and Accelerate", "transformers.modeling_utils:PreTrainedModel",
@@ -330,10 +247,6 @@ NAMES = tuple(Row(*row) for row in (
     ("saving by Trainer and Accelerate", "transformers.trainer:Trainer", ".deepspeed"),
     ("saving by Trainer and Accelerate", "peft:PeftModel",
      "save_pretrained(self, save_directory, is_main_process, ...)"),
-    ("saving by Trainer and Accelerate", "peft", "get_peft_model_state_dict(model, ...)"),
-    ("saving by Trainer and Accelerate", "peft.peft_model", "get_peft_model_state_dict(model, ...)"),
-    ("saving by Trainer and Accelerate", "peft.utils", "get_peft_model_state_dict(model, ...)"),
-    ("saving by Trainer and Accelerate", "peft.utils.save_and_load", "get_peft_model_state_dict(model, ...)"),
 
     ("exporting", "transformers.core_model_loading", "revert_weight_conversion(model, state_dict)"),
     ("exporting", "peft.tuners.lora.layer:LoraLayer",
@@ -354,15 +267,11 @@ NAMES = tuple(Row(*row) for row in (
     ("advice on speed", _ENGINE, ".basic_optimizer"),
     ("advice on speed", "transformers.configuration_utils:PreTrainedConfig", "_attn_implementation"),
     ("advice on speed", "transformers.modeling_utils:PreTrainedModel", "_supports_flex_attn _supports_sdpa"),
-    # How DeepSpeed chooses experts, which router.py and gating.py do in its place.
-    ("router kernels", "deepspeed.moe.ep_router:TokenChoiceTopKRouter", "forward#a81b5427"),
-    ("router replay", "deepspeed.moe.ep_router:TokenChoiceTopKRouter",
-     "forward#a81b5427 _get_node_limited_routing_scores(self, scores_for_choice)"),
+    # How DeepSpeed chooses experts, which gating.py does in its place.
     ("router replay", "deepspeed.moe.sharded_moe",
      "torch top1gating#8d4e9a50 top2gating#d8b2b1ab topkgating#ff50d8a1"),
     ("router replay", "torch._C", "_current_autograd_node"),
     ("router replay", "torch.autograd.graph:Node", "_sequence_nr"),
-    ("router replay", "transformers.models.phimoe.modeling_phimoe", "PhimoeMultiplier"),
 
     ("recordings", "torch._ops:OpOverload", "._schema"),
     ("recordings", "torch:UntypedStorage", "_cdata"),

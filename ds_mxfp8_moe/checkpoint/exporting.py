@@ -21,7 +21,7 @@ from ..compute.formula import LowRank, gate_then_up
 from ..compute.merging import KeptShare, merge, merge_as_tiles, merge_update, product, seeds_of
 from ..compute.mx import TILE, MXTensor
 from ..layers.adapters import unmerged_adapters, whole_low_rank
-from ..layers.experts import ExpertBlock
+from ..layers.experts import ExpertBlock, expert_blocks
 from ..layers.say import print_on_rank_0
 from ..transport.agreement import check_same_arguments
 from ..transport.deadline import tell_peers, tell_peers_on_error
@@ -103,8 +103,7 @@ def stream(model: Published, weights: str, bucket_bytes: int = 2**30, rank_0_onl
 def _check_fp8(model: Published) -> None:
     instead = 'take weights="model"'
     if stacked := model.names.stacked:
-        biased = any(hasattr(layer, "expert_biases") or isinstance(layer, ExpertBlock) and layer.experts.has_bias
-                     for layer in model.engine.module.modules())
+        biased = any(block.experts.has_bias for _, block in expert_blocks(model.engine.module))
         raise ValueError(f"published checkpoints of {model.names.skeleton.config.model_type} hold the experts of a "
                          f"layer in one tensor{', with biases' if biased else ''} ({stacked[0]}), and engines read no "
                          f"block FP8 in this form: {instead}")
@@ -297,12 +296,7 @@ def _local(weights: Any) -> casts.Stack | list[torch.Tensor]:
 
 def _adapters_of(layer: Any) -> dict[str, LowRank]:
     """Name of a GEMM -> the adapter of this rank's experts of a layer. Collective in ZeRO-3."""
-    if isinstance(layer, ExpertBlock):
-        found = whole_low_rank(layer.experts)
-    elif hasattr(layer, "expert_adapters"):
-        found = layer.expert_adapters.whole()
-    else:
-        return {}
+    found = whole_low_rank(layer.experts) if isinstance(layer, ExpertBlock) else {}
     return {gemm: LowRank(low.a_ERK.detach(), low.b_ENR.detach()) for gemm, low in found.items()}
 
 

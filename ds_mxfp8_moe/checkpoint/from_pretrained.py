@@ -53,7 +53,7 @@ def from_pretrained(name_or_path: str | os.PathLike, ds_config: dict | str | os.
             missing or has another form. Raised on every rank, with the name of the tensor or the file. A missing
             tensor of another layer is no error: transformers fills it with new values and says so.
     """
-    if gone := missing("from_pretrained") or missing("frozen_experts"):
+    if gone := missing("from_pretrained") or missing("stacked experts"):
         raise ConfigError(f"from_pretrained does not work with these releases: {gone}")
     loader = _Loader(ds_config)
     failure = error = None

@@ -4,9 +4,6 @@ process.
 
 Each rank has its own experts of an MoE block, as w1, w2 and w3 in place of two stacked weights (layers/stacked.py).
 Everything else has its name. Classic layers number the experts of each rank from 0.
-
-A block that AutoEP has replaced has other names. To find the original ones, the end of this file builds the model once
-more on the meta device and runs DeepSpeed's detection of MoE layers on it.
 """
 
 import copy
@@ -19,25 +16,18 @@ from typing import Any
 import deepspeed
 import deepspeed.comm as dist
 import torch
-from deepspeed.module_inject.auto_ep import AutoEP
-from deepspeed.module_inject.auto_ep_config import AutoEPConfig, MoELayerSpec
-from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
-from deepspeed.moe.fused_expert_layout import classify_fused_gate_up_layout
 from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ..layers.adapters import base_prefix, is_peft
 from ..layers.experts import ExpertBlock, expert_blocks
 from ..layers.frozen_experts import WEIGHTS, frozen_layers, frozen_of
-from ..layers.lora import published_parts
-from ..layers.presets import added_preset, gate_and_up_in_turn
 from ..layers.say import print_on_rank_0
 from ..layers.stacked import DOWN
 from ..transport.deadline import deadline_for, ranks_of
 
 CLASSIC_EXPERT = re.compile(r"(?P<layer>.+)\.experts\.deepspeed_experts\.(?P<index>\d+)\.(?P<rest>.+)")
 Wanted = Callable[[str, torch.Tensor], Any]  # gets each tensor with its name in the model; false leaves it out
-Replaced = dict[str, tuple[MoELayerSpec, torch.nn.Module]]  # see `replaced_blocks`
 
 
 @dataclass(frozen=True)
@@ -92,8 +82,7 @@ class Gather:
         return tensor.to("cpu", copy=True) if self.on_host else tensor
 
 
-def whole_state_dict(model: torch.nn.Module, expert_parallel: AutoEPConfig,
-                     wanted: Wanted = lambda name, value: True, skeleton: torch.nn.Module | None = None,
+def whole_state_dict(model: torch.nn.Module, wanted: Wanted = lambda name, value: True,
                      keep: bool | None = None) -> dict | None:
     """The state dict of a model with all experts, under Hugging Face's names, in host memory.
 
@@ -102,31 +91,22 @@ def whole_state_dict(model: torch.nn.Module, expert_parallel: AutoEPConfig,
     Args:
         model: a transformers model, a PeftModel around one, or a module that holds one of these. Names begin as in its
             own state dict.
-        expert_parallel, skeleton: see `replaced_blocks`.
         keep: whether this rank gets the result. By default rank 0 does; the others get None.
-
-    Raises:
-        RuntimeError: AutoEP does not find the blocks that it has replaced in a new model.
     """
     keep = dist.get_rank() == 0 if keep is None else keep
-    state = dict(tensors(model, replaced_blocks(model, expert_parallel, skeleton), Gather(keep), wanted))
+    state = dict(tensors(model, Gather(keep), wanted))
     return state if keep else None
 
 
 def needs_peers(model: torch.nn.Module) -> bool:
     """Whether other ranks hold parts of the model: their own experts, or their partitions of ZeRO-3."""
-    layers = [*autoep_layers(model).values(), *classic_layers(model).values()]
+    layers = [*dict(expert_blocks(model)).values(), *classic_layers(model).values()]
     return is_partitioned(model) or any(layer.ep_size > 1 for layer in layers)
 
 
 def is_partitioned(model: torch.nn.Module) -> bool:
     """Whether ZeRO-3 has partitioned the model."""
     return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
-
-
-def autoep_layers(model: torch.nn.Module) -> dict[str, AutoEPMoELayer]:
-    """The blocks whose experts are spread, by their names in the model."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, AutoEPMoELayer)}
 
 
 def held_model(model: torch.nn.Module) -> tuple[torch.nn.Module, str]:
@@ -144,10 +124,10 @@ def held_model(model: torch.nn.Module) -> tuple[torch.nn.Module, str]:
         if (is_peft(module) or isinstance(module, PreTrainedModel)) and not any(
                 f"{name}.".startswith(f"{outer}." if outer else "") for outer in found):
             found[name] = module
-    held = [(one, name) for name, one in found.items() if len(found) == 1 or autoep_layers(one)]
+    held = [(one, name) for name, one in found.items() if len(found) == 1 or any(expert_blocks(one))]
     classic = any(layer.ep_size > 1 for layer in classic_layers(model).values())
     if len(held) != 1 or classic:
-        call = "engine.save_checkpoint" if autoep_layers(model) else "engine.save_16bit_model"
+        call = "engine.save_checkpoint" if any(expert_blocks(model)) else "engine.save_16bit_model"
         raise TypeError("expected a transformers model, a PeftModel around one, or a module that holds one of these; "
                         f"the engine has a {type(model).__name__}, which "
                         + ("has classic MoE layers" if classic else f"holds {len(held)} of them")
@@ -217,22 +197,15 @@ def skeleton_of(model: torch.nn.Module) -> torch.nn.Module:
     return skeleton
 
 
-def tensors(model: torch.nn.Module, replaced: Replaced, gather: Gather,
-            wanted: Wanted) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors(model: torch.nn.Module, gather: Gather, wanted: Wanted) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) under Hugging Face's names, one MoE layer or one other tensor at a time. Collective.
-    Nothing where not `gather.keep`. `replaced`: of `replaced_blocks`. For the other arguments, see `whole_state_dict`.
+    Nothing where not `gather.keep`. `wanted`: see `whole_state_dict`.
     """
     entries = {name: value for name, value in model.state_dict(keep_vars=True).items() if wanted(name, value)}
     dequantised = {name for name in frozen_layers(model) if wanted(f"{name}.experts.w1", torch.empty(0))}
     if dequantised and gather.on_host:
         print_on_rank_0(f"mxfp8_moe: the frozen experts of {len(dequantised)} layers, which are held in MXFP8, are "
                         "saved in the model's dtype, with the values that they compute with")
-    for name, (spec, source) in replaced.items():
-        start = f"{name}."
-        own = {key.removeprefix(start): entries.pop(key) for key in list(entries) if key.startswith(start)}
-        for key, tensor in _layer_tensors(model.get_submodule(name), source, spec, own, gather,
-                                          name in dequantised):
-            yield start + key, tensor
     for name, block in expert_blocks(model):
         own = {key: entries.pop(f"{name}.experts.{key}", None) for key in WEIGHTS}
         weights = frozen_of(block.experts).dequantized() if name in dequantised else own.values()
@@ -300,93 +273,3 @@ def check_complete(state: dict, skeleton) -> None:
                            "(None: missing). engine.save_16bit_model writes the model with what was added to it")
 
 
-# ---- blocks that AutoEP has replaced -------------------------------------------------------------------------------
-
-
-def _below(prefix: str, skeleton):
-    """A module in which the skeleton has the name `prefix`."""
-    root = skeleton
-    for part in filter(None, reversed(prefix.split("."))):
-        inner, root = root, torch.nn.Module()
-        root.add_module(part, inner)
-    root.config = skeleton.config
-    return root
-
-
-def replaced_blocks(model: torch.nn.Module, expert_parallel: AutoEPConfig,
-                    skeleton: torch.nn.Module | None = None) -> Replaced:
-    """By a block's name in `model`: AutoEP's description of the block that it has replaced, and the block itself.
-
-    Args:
-        expert_parallel: DeepSpeed's section "expert_parallel", with which AutoEP made the layers.
-        skeleton: the model as transformers builds it, if the caller has it already.
-
-    Raises:
-        RuntimeError: AutoEP does not find the blocks in a new model.
-    """
-    names = [name for name, layer in autoep_layers(model).items() if not isinstance(layer, ExpertBlock)]
-    if not names:
-        return {}
-    (_, prefix), skeleton = base_of(model), skeleton or skeleton_of(model)
-    if prefix and expert_parallel.moe_layer_pattern is not None:  # a pattern for the names in `model`
-        skeleton, prefix = _below(prefix, skeleton), ""
-    with added_preset(skeleton):
-        found = AutoEP(skeleton, expert_parallel).ep_parser()
-    specs = {".".join(filter(None, [prefix, spec.moe_module_name])): spec for spec in found}
-    missing = [name for name in names if name not in specs]
-    if missing:
-        raise RuntimeError(f"AutoEP finds no MoE layer at {missing[0]} of a new {type(model).__name__}: give the "
-                           "engine a model as its config makes it")
-    return {name: (specs[name], skeleton.get_submodule(specs[name].moe_module_name)) for name in names}
-
-
-def _layer_tensors(layer, source, spec: MoELayerSpec, own: dict, gather: Gather,
-                   dequantised: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of one AutoEP layer under their names in `source`, the layer that AutoEP replaced.
-
-    `dequantised`: its experts are held in MXFP8, and wanted.
-    """
-    shapes = {key: tensor.shape for key, tensor in source.state_dict().items()}
-    for key, value in own.items():
-        for prefix, name in published_parts(spec).items():
-            if key.startswith(prefix):
-                tensor = gather.whole(value)
-                if tensor is not None:
-                    original = name + key.removeprefix(prefix)
-                    yield original, tensor.reshape(shapes.get(original, tensor.shape))
-    biases = {role: gather.whole(own[key]) for role in ("gate", "up", "down")
-              if (key := f"expert_biases.{role}") in own}
-    start = f"{spec.experts_name}.{base_prefix(layer)}"
-    if gather.keep and "up" in biases:
-        both = torch.stack([biases["gate"], biases["up"]], dim=2).flatten(1)
-        yield f"{start}{spec.expert_w1_name}_bias", both
-    if gather.keep and "down" in biases:
-        yield f"{start}{spec.expert_w2_name}_bias", biases["down"]
-    if "experts.w1" not in own and not dequantised:  # not wanted
-        return
-    weights = layer.experts.frozen.dequantized() if dequantised else (own[f"experts.{key}"] for key in WEIGHTS)
-    weights = gather.layer_experts(layer, weights)
-    if gather.keep:
-        for key, tensor in unpacked(*weights, getattr(source, spec.experts_name), spec):
-            yield start + key, tensor
-
-
-def unpacked(gate_EFH, down_EHF, up_EFH, source, spec: MoELayerSpec) -> Iterator[tuple[str, torch.Tensor]]:
-    """The inverse of AutoEP's repacking: (name below the module of experts, tensor)."""
-    names = (spec.expert_w1_name, spec.expert_w2_name, spec.expert_w3_name)
-    if names[2] is None:  # one tensor for both projections
-        both = (torch.stack([gate_EFH, up_EFH], dim=2).flatten(1, 2) if gate_and_up_in_turn(spec) else
-                torch.cat([gate_EFH, up_EFH], dim=1))
-        parts = [both, down_EHF]
-    else:
-        parts = [gate_EFH, down_EHF, up_EFH]
-    if spec.expert_storage == "fused_3d":
-        layout = classify_fused_gate_up_layout(tuple(getattr(source, names[0]).shape),
-                                               tuple(getattr(source, names[1]).shape)) if names[2] is None else None
-        for name, part in zip(names, parts, strict=False):
-            yield name, part.transpose(1, 2).contiguous() if layout and layout.needs_transpose else part
-    else:
-        for i, expert in enumerate(source):
-            for name, part in zip(names, parts, strict=False):
-                linear = isinstance(getattr(expert, name), torch.nn.Module)
-                yield f"{i}.{name}.weight" if linear else f"{i}.{name}", part[i].clone()  # in storage of its own

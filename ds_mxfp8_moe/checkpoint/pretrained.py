@@ -78,7 +78,7 @@ def save_pretrained(engine: Any, save_directory: str | os.PathLike, weights: str
 
 
 def _write_unquantized(engine, directory, rank_0: RankZeroWrites, **kwargs) -> None:
-    model, expert_parallel = engine.module, engine._config.expert_parallel_config
+    model = engine.module
     held, place = held_model(model)
     start = f"{place}." if place else ""
     if beside := beside_held(model):
@@ -91,8 +91,7 @@ def _write_unquantized(engine, directory, rank_0: RankZeroWrites, **kwargs) -> N
         saver, wanted = skeleton_of(model), lambda name, value: True
         vars(saver.config).pop("quantization_config", None)  # of the files that the model was loaded from
     state = whole_state_dict(
-        model, expert_parallel, lambda name, value: name.startswith(start) and wanted(name.removeprefix(start), value),
-        skeleton=None if adapters else saver)
+        model, lambda name, value: name.startswith(start) and wanted(name.removeprefix(start), value))
     restore_persistent(engine)
     if dist.get_rank() > 0:
         return

@@ -22,20 +22,17 @@ from ..compute.formula import IN_TURN
 from ..config import Recipe
 from ..layers.adapters import adapted_weights, is_peft, merged_name
 from ..layers.classic import MXFP8MOELayer
-from ..layers.experts import ExpertBlock
+from ..layers.experts import ExpertBlock, MXFP8Experts, expert_blocks
 from ..layers.frozen_experts import frozen_of
 from ..ops.private_names import line_about, missing
 from .gathering import (
     Gather,
-    Replaced,
-    autoep_layers,
     base_of,
     beside_held,
     check_complete,
     classic_layers,
     classic_tensors,
     held_model,
-    replaced_blocks,
     skeleton_of,
     tensors,
 )
@@ -85,7 +82,6 @@ class Names:
 
     Attributes:
         skeleton: the model as transformers builds it. None: it is no transformers model.
-        replaced: see `replaced_blocks`.
         others: name in the skeleton -> published name, for all tensors but `converted` and `experts`.
         converted: name in the skeleton -> published names, for tensors of which published ones are made one by one, as
             by a transposition.
@@ -95,7 +91,6 @@ class Names:
     """
 
     skeleton: torch.nn.Module | None = None
-    replaced: Replaced = field(default_factory=dict)
     others: dict[str, str] = field(default_factory=dict)
     converted: dict[str, list[str]] = field(default_factory=dict)
     tied: set[str] = field(default_factory=set)
@@ -157,20 +152,16 @@ def published(engine: DeepSpeedEngine) -> Published:
         raise RuntimeError(line_about("exporting"))
     if NAMES not in vars(engine):
         vars(engine)[NAMES] = _names(engine)
-    names, layers = vars(engine)[NAMES], autoep_layers(engine.module)
+    names, layers = vars(engine)[NAMES], dict(expert_blocks(engine.module))
     stacks = [ExpertStack(layers[name], _spread_weights(layers[name].experts), roles,
                           [f"{name}.experts.{key}" for key in WEIGHTS.values()], _recipe(layers[name]))
               for name, roles in names.experts.items()]
     return Published(engine, names, stacks, adapted_weights(engine.module), beside_held(engine.module))
 
 
-def _has_gate(layer: torch.nn.Module) -> bool:
-    return not isinstance(layer, ExpertBlock) or layer.experts.layout.has_gate
-
-
-def _spread_weights(experts: torch.nn.Module) -> dict[str, Any]:
+def _spread_weights(experts: MXFP8Experts) -> dict[str, Any]:
     """Role -> [L, N, K]: parameters, or an MXTensor where the experts hold no parameters."""
-    frozen, gated = frozen_of(experts), getattr(experts, "has_gate", True)
+    frozen, gated = frozen_of(experts), experts.has_gate
     if frozen is None:
         weights = {role: getattr(experts, key) for role, key in WEIGHTS.items()}
         return weights if gated else {"up": (weights["gate"], weights["up"]), "down": weights["down"]}
@@ -215,7 +206,7 @@ def _tensors(model: torch.nn.Module, names: Names, gather: Gather,
         yield from classic_tensors(model, gather, lambda name, value: name not in without)
         return
     (held, _), (_, prefix), without = held_model(model), base_of(model), {*without, *beside_held(model)}
-    for name, tensor in tensors(model, names.replaced, gather,
+    for name, tensor in tensors(model, gather,
                                 lambda name, value: name not in without and merged_name(name, held, prefix)):
         yield merged_name(name, held, prefix), tensor
 
@@ -232,7 +223,7 @@ class _Marks(Gather):
         return torch.empty(getattr(value, "ds_shape", value.shape), dtype=value.dtype, device="meta")
 
     def layer_experts(self, layer, weights):
-        name = next(name for name, one in autoep_layers(self.model).items() if one is layer)
+        name = next(name for name, one in expert_blocks(self.model) if one is layer)
         first = {}
         for role in _roles(layer):
             first[role] = len(self.known)
@@ -242,13 +233,13 @@ class _Marks(Gather):
                                     ("up", (_FFN, _HIDDEN)))]
 
 
-def _roles(layer: torch.nn.Module) -> tuple[str, ...]:
+def _roles(block: ExpertBlock) -> tuple[str, ...]:
     """Of the matrices that each expert has, as `_spread_weights` names them."""
-    return ("gate", "up", "down") if _has_gate(layer) else ("up", "down")
+    return ("gate", "up", "down") if block.experts.has_gate else ("up", "down")
 
 
-def _mark_shape(layer: torch.nn.Module, role: str) -> tuple[int, int]:
-    return (_HIDDEN, _FFN) if role == "down" else (_FFN * (1 if _has_gate(layer) else 2), _HIDDEN)
+def _mark_shape(block: ExpertBlock, role: str) -> tuple[int, int]:
+    return (_HIDDEN, _FFN) if role == "down" else (_FFN * (1 if block.experts.has_gate else 2), _HIDDEN)
 
 
 def _reverted(skeleton: torch.nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -260,9 +251,8 @@ def _reverted(skeleton: torch.nn.Module, state: dict[str, torch.Tensor]) -> dict
 
 def _names(engine: DeepSpeedEngine) -> Names:
     """Of a transformers model."""
-    skeleton, layers = skeleton_of(engine.module), autoep_layers(engine.module)
-    found = Names(skeleton=skeleton,
-                  replaced=replaced_blocks(engine.module, engine._config.expert_parallel_config, skeleton))
+    skeleton, layers = skeleton_of(engine.module), dict(expert_blocks(engine.module))
+    found = Names(skeleton=skeleton)
     marks = _Marks(keep=True, on_host=False, model=engine.module)
     own, marked, name_of, tied = skeleton.state_dict(), {}, {}, set()
     for name, mark in _tensors(engine.module, found, marks):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the ways of saving that people already use write whole models, with the experts of all ranks.
 
-DeepSpeed, Accelerate and transformers would save one rank's experts, without a word. Of AutoEP's layers, transformers
-would load them as a model with new experts. They get Hugging Face's names here, as by `save_pretrained`. Classic
+DeepSpeed, Accelerate and transformers would save one rank's experts, without a word. transformers would load
+spread ones as a model with new experts. They get Hugging Face's names here, as by `save_pretrained`. Classic
 layers get the names that one process has with `ep_size=1`. With the section enabled, these calls are right or raise an
 error that names the call that is:
 
@@ -27,8 +27,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ..layers.adapters import has_adapters, is_peft, saves_adapters
+from ..layers.experts import expert_blocks
 from ..layers.frozen_experts import WEIGHTS, frozen_layers
-from ..layers.lora import with_module_names, with_published_names
 from ..layers.patches import lent, wrap
 from ..layers.say import say_if_missing
 from ..transport.agreement import check_same_arguments
@@ -36,7 +36,6 @@ from ..transport.deadline import tell_peers_on_error
 from ..transport.rank_0 import RankZeroWrites
 from .gathering import (
     Gather,
-    autoep_layers,
     classic_layers,
     classic_tensors,
     is_partitioned,
@@ -47,8 +46,7 @@ from .gathering import (
 )
 from .staging import README, stage_of, staged
 
-# On an engine, its model and the model's parts, if they hold one rank's experts. It is DeepSpeed's section
-# "expert_parallel", and None on a part.
+# On an engine, its model and the model's parts, if they hold one rank's experts. It is True, and False on a part.
 MARK = "_mxfp8_spread"
 USE_INSTEAD = ("Every rank calls ds_mxfp8_moe.save_pretrained(engine, directory), where engine is what "
                "accelerator.prepare or initialize returned, or the Trainer")
@@ -62,12 +60,11 @@ def save_whole_models(engine: DeepSpeedEngine) -> None:
 
     One stage of a pipeline is no model: its engine refuses to save one.
     """
-    autoep = bool(autoep_layers(engine.module))
+    spread = any(expert_blocks(engine.module))
     classic = bool(classic_layers(engine.module)) and not isinstance(engine, PipelineEngine)
-    if MARK in vars(engine) or not (autoep or classic) or say_if_missing("saving"):
+    if MARK in vars(engine) or not (spread or classic) or say_if_missing("saving"):
         return
-    section = engine._config.expert_parallel_config
-    vars(engine)[MARK] = section
+    vars(engine)[MARK] = True
     wrap(engine, "save_16bit_model", functools.partial(_save_16bit_model, engine))
     by_libraries = not say_if_missing("saving by Trainer and Accelerate")
     # An attribute of transformers itself may import what the script does not use.
@@ -77,9 +74,9 @@ def save_whole_models(engine: DeepSpeedEngine) -> None:
         wrap(accelerate.Accelerator, "save_model", _save_model)
     if modeling and by_libraries:
         wrap(modeling.PreTrainedModel, "save_pretrained", _save_pretrained)
-    if autoep or needs_peers(engine.module):
-        vars(engine.module)[MARK] = section
-    if not autoep or not by_libraries:
+    if spread or needs_peers(engine.module):
+        vars(engine.module)[MARK] = True
+    if not spread or not by_libraries:
         return
     # What Accelerate and the Trainer ask an engine in ZeRO-3. DeepSpeed itself refuses it for AutoEP.
     wrap(engine, "zero_gather_16bit_weights_on_model_save", lambda plain: True)
@@ -89,13 +86,10 @@ def save_whole_models(engine: DeepSpeedEngine) -> None:
     if modeling:
         for name, module in engine.module.named_modules():
             saves_itself = is_peft(module) or isinstance(module, modeling.PreTrainedModel)
-            if name and saves_itself and autoep_layers(module):
-                vars(module)[MARK] = None
+            if name and saves_itself and any(expert_blocks(module)):
+                vars(module)[MARK] = False
     if peft:
         wrap(peft.PeftModel, "save_pretrained", _save_adapters)
-        # PeftModel has it from peft.peft_model, transformers from peft, and scripts from any of these.
-        for module in (peft, peft.peft_model, peft.utils, peft.utils.save_and_load):
-            wrap(module, "get_peft_model_state_dict", _adapters_of)
 
 
 @tell_peers_on_error
@@ -114,8 +108,8 @@ def _state_dict(engine: DeepSpeedEngine, exclude_frozen_parameters: bool = False
             return False
         return value.requires_grad or not exclude_frozen_parameters or name in buffers
 
-    if autoep_layers(engine.module):
-        state = whole_state_dict(engine.module, engine._config.expert_parallel_config, wanted)
+    if any(expert_blocks(engine.module)):
+        state = whole_state_dict(engine.module, wanted)
     else:
         keep = dist.get_rank() == 0
         state = dict(classic_tensors(engine.module, Gather(keep), wanted))
@@ -180,11 +174,10 @@ def _save_pretrained(plain: Callable, model: Any, *args, **kwargs) -> None:
         raise RuntimeError(f"this state dict holds one rank's experts ({stray[0]}): get it from "
                            f"accelerator.get_state_dict, called on every rank. Or: {USE_INSTEAD}")
     if state is None:
-        section = vars(model)[MARK]
-        if section is None or needs_peers(model):
+        if not vars(model)[MARK] or needs_peers(model):
             raise RuntimeError(f"this {type(model).__name__} holds one rank's part of what a DeepSpeed engine trains, "
                                f"so it cannot save itself. {USE_INSTEAD}")
-        given.arguments["state_dict"] = whole_state_dict(model, section, keep=True)
+        given.arguments["state_dict"] = whole_state_dict(model, keep=True)
     return _staged_call(plain, given, saves_adapters(model))
 
 
@@ -199,7 +192,7 @@ def _staged_call(plain: Callable, given: inspect.BoundArguments, adapters: bool)
 def _stray_layers(model: torch.nn.Module, state: dict) -> list[str]:
     """Blocks of which a state dict has this rank's experts, or none where they are held in MXFP8."""
     held = {} if has_adapters(model) else frozen_layers(model)
-    return [name for name in autoep_layers(model) if f"{name}.experts.w1" in state or (
+    return [name for name, _ in expert_blocks(model) if f"{name}.experts.w1" in state or (
         name in held and not any(key.startswith(f"{name}.experts.") and not key.endswith("_bias") for key in state))]
 
 
@@ -213,14 +206,6 @@ def _save_adapters(plain: Callable, model: Any, *args, **kwargs) -> None:
                                f"by itself. {USE_INSTEAD}")
         return _staged_call(plain, inspect.signature(plain).bind(model, *args, **kwargs), adapters=True)
     return plain(model, *args, **kwargs)
-
-
-def _adapters_of(plain: Callable, model: Any, *args, **kwargs) -> dict:
-    # What is written as adapters.
-    given = inspect.signature(plain).bind(model, *args, **kwargs)
-    if given.arguments.get("state_dict") is not None:
-        given.arguments["state_dict"] = with_module_names(given.arguments["state_dict"], model)
-    return with_published_names(plain(*given.args, **given.kwargs), model)
 
 
 def _writes_nothing(arguments: dict) -> bool:

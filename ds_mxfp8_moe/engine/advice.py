@@ -2,33 +2,21 @@
 """What to do about a config that runs, but probably not as its author meant: one line each.
 
 What would make a step faster, outside of this package: one line each, too.
-
-Also: which version of transformers to install if AutoEP does not start with this one.
 """
 
 import difflib
-import importlib.metadata
-import traceback
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 
-import deepspeed
 import torch
 from deepspeed.module_inject.auto_ep_config import AutoEPConfig
-from packaging.specifiers import SpecifierSet
 
-from ..config import READERS, ConfigError, MXFP8MoEConfig, shown
+from ..config import READERS, MXFP8MoEConfig, shown
 from ..layers.experts import MXFP8Experts
 from ..layers.frozen_experts import frozen_of
-from ..layers.presets import model_type_of
-
-# Tested: 5.17.0, 5.20.2, 5.21.1, 5.22.2, 5.23.0, 5.24.0. The last two need layers/recorders.py. setup.py has
-# the same bounds.
-TRANSFORMERS = SpecifierSet(">=5.17,<5.25")
 
 SECTION = "expert_parallel"  # DeepSpeed's own, for AutoEP
-# Its keys by which AutoEP's own layers compute something else than the model.
+# Its keys by which AutoEP's own layers may compute something else than the model.
 ROUTER_KEYS = ("score_func", "score_apply", "route_norm", "route_scale", "routed_scaling_factor", "top_k",
                "num_expert_groups", "num_limited_groups", "expert_activation")
 MXFP8_KEYS = ("scale_block_size", "scaling_mode", "min_tokens_per_expert", "keep_quantized_weights")
@@ -88,7 +76,7 @@ def about_keys(config: MXFP8MoEConfig, layers: Iterable[torch.nn.Module]) -> lis
                   for key in MXFP8_KEYS if key in config.model_fields_set]
     held = [frozen_of(layer.experts) is not None for layer in layers]
     if layers and config.frozen_experts == "mxfp8" and not any(held):
-        lines.append('"frozen_experts": "mxfp8" has no effect: no layer of AutoEP has experts that are all frozen. '
+        lines.append('"frozen_experts": "mxfp8" has no effect: no layer has spread experts that are all frozen. '
                      "Classic layers keep theirs in the model's dtype, and so does ZeRO-3 in an engine that exists")
     if layers and all(held):
         lines += [f'"{key}" has no effect: all experts are frozen and held in MXFP8, which no call casts'
@@ -139,7 +127,8 @@ def _about_model(model: torch.nn.Module) -> Iterator[str]:
         yield ("model.config.use_cache is on: forward keeps keys and values of all layers, and attention cannot run "
                "in CUDA graphs. Set it to False")
     forwards = (str(getattr(module.forward, "__module__", "")) for module in model.modules())
-    if not any(name.startswith("liger_kernel") for name in forwards) and _liger_has_kernels(model_type_of(model)):
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    if not any(name.startswith("liger_kernel") for name in forwards) and _liger_has_kernels(model_type):
         yield ("Liger-Kernel is installed, and the model does not use its norms and its loss: pass "
                "use_liger_kernel=True to the Trainer, or call transformers.integrations.liger.apply_liger_kernel("
                "model, None)")
@@ -166,22 +155,3 @@ def _liger_has_kernels(model_type: str | None) -> bool:
     return hasattr(liger, f"apply_liger_kernel_to_{model_type.removesuffix('_text')}")
 
 
-@contextmanager
-def explaining_transformers(config: MXFP8MoEConfig) -> Iterator[None]:
-    """Names the versions that work, where AutoEP fails to start an engine with another version of transformers.
-
-    Raises:
-        ConfigError: in place of errors by which a changed library shows.
-    """
-    try:
-        yield
-    except (AttributeError, ImportError, KeyError, TypeError) as error:
-        in_autoep = any("auto_ep" in frame.filename for frame in traceback.extract_tb(error.__traceback__))
-        if not config.enabled or not in_autoep:
-            raise
-        version = importlib.metadata.version("transformers")
-        if TRANSFORMERS.contains(version, prereleases=True):
-            raise
-        raise ConfigError(f"AutoEP of DeepSpeed {deepspeed.__version__} cannot convert this model with transformers "
-                          f"{version} ({type(error).__name__}: {error}). Versions that work: pip install "
-                          f"'transformers{TRANSFORMERS}'") from error

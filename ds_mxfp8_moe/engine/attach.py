@@ -14,7 +14,6 @@ from ..compute.executor import unknown_launcher
 from ..config import SECTION, ConfigError, MXFP8MoEConfig, name_of, parse
 from ..layers.found import converted_layers
 from ..layers.frozen_experts import frozen_layers
-from ..layers.presets import announcement, why_no_layers
 from ..layers.say import print_on_rank_0, say_if_missing
 from ..ops.device import has_kernels
 from ..ops.op_builder import replay
@@ -42,9 +41,7 @@ def attach(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> ConversionReport:
     report = _converted(engine, config)
     if config.enabled:
         report = _checked(engine, config, report)
-        if added := announcement(engine.module):
-            print_on_rank_0(added)
-        print_on_rank_0((why_no_layers(engine) if not report.layers else None) or report)
+        print_on_rank_0(report)
         if held := list(frozen_layers(engine.module).values()):
             before, now = map(sum, zip(*(layer.experts.frozen.bytes_held() for layer in held), strict=True))
             print_on_rank_0(f"mxfp8_moe: frozen experts of {len(held)} layers are held in MXFP8 alone, in "
@@ -54,8 +51,6 @@ def attach(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> ConversionReport:
         _print_advice(about_router_keys(engine._config._param_dict, converted_layers(engine.module)))
         _print_advice(about_keys(config, converted_layers(engine.module)))
         on_gpu = has_kernels(torch.device(get_accelerator().current_device_name()))
-        if on_gpu and any(layer.kind == "AutoEP" for layer in report.layers):
-            say_if_missing("router kernels")
         if on_gpu and not say_if_missing("advice on speed"):
             hint_at_speed(engine, config)
         for layer in converted_layers(engine.module):  # collective over the layers' groups

@@ -3,7 +3,7 @@
 
 After each of the optimizer's steps, every expert that got fewer choices than the mean becomes `coeff` more likely to
 be chosen, and every other one less (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 2.1.2). The routing weights
-do not contain the bias. DeepSpeed 0.19.8 has the buffers for this in its AutoEP layers, and refuses to use them.
+do not contain the bias.
 """
 
 from collections.abc import Sequence
@@ -13,38 +13,23 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from ..layers.autoep import MXFP8AutoEPMoELayer
 from ..layers.choices import correction_bias
 from ..layers.experts import ExpertBlock
 from ..layers.padding import PaddingMask
-from ..layers.presets import CORRECTION_BIAS
 from ..transport.deadline import deadline_for
 
 
-def bias_of(layer: MXFP8AutoEPMoELayer | ExpertBlock) -> torch.Tensor:
+def bias_of(layer: ExpertBlock) -> torch.Tensor:
     """float32 [E], the bias that moves: the router's correction bias where the model has one (DeepSeek-V3), which
     `save_pretrained` writes; else `expert_bias`, which only checkpoints hold."""
-    if (found := _correction(layer)) is not None:
+    if (found := correction_bias(layer)) is not None:
         return getattr(*found)
-    return _counting(layer).expert_bias
+    return layer.experts.expert_bias
 
 
-def corrects(layer: MXFP8AutoEPMoELayer | ExpertBlock) -> bool:
+def corrects(layer: ExpertBlock) -> bool:
     """Whether the router has a correction bias that no optimizer holds."""
-    return _correction(layer) is not None
-
-
-def _correction(layer: nn.Module) -> tuple[nn.Module, str] | None:
-    """The module and the name of the correction bias. None: the router has none, or it is a parameter."""
-    if isinstance(layer, ExpertBlock):
-        return correction_bias(layer)
-    bias = getattr(layer.router, CORRECTION_BIAS, None)
-    return None if bias is None or isinstance(bias, nn.Parameter) else (layer.router, CORRECTION_BIAS)
-
-
-def _counting(layer: nn.Module) -> nn.Module:
-    """The module that counts choices, in its buffer `tokens_per_expert`."""
-    return layer.experts if isinstance(layer, ExpertBlock) else layer
+    return correction_bias(layer) is not None
 
 
 class LoadBalancer:
@@ -55,32 +40,26 @@ class LoadBalancer:
         coeff: by how much a bias moves in a step.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[MXFP8AutoEPMoELayer | ExpertBlock], coeff: float):
+    def __init__(self, model: nn.Module, layers: Sequence[ExpertBlock], coeff: float):
         self.layers, self.coeff = list(layers), coeff
-        self._padding = PaddingMask(model, [*map(_counting, self.layers)])
+        self._padding = PaddingMask(model, [layer.experts for layer in self.layers])
         device = torch.device(get_accelerator().current_device_name())
         for layer in self.layers:
-            counting = _counting(layer)
-            counting.mxfp8_padding = self._padding
-            if isinstance(layer, ExpertBlock):
-                loads_E = torch.zeros(layer.num_experts, device=device)
-                counting.register_buffer("tokens_per_expert", loads_E, persistent=False)
-            counting.tokens_per_expert.zero_()
-            if (found := _correction(layer)) is not None:
+            experts, loads_E = layer.experts, torch.zeros(layer.num_experts, device=device)
+            experts.mxfp8_padding = self._padding
+            experts.register_buffer("tokens_per_expert", loads_E, persistent=False)
+            if (found := correction_bias(layer)) is not None:
                 setattr(*found, getattr(*found).float())
-            elif getattr(counting, "expert_bias", None) is None:
-                if hasattr(counting, "expert_bias"):
-                    del counting.expert_bias
-                counting.register_buffer("expert_bias", torch.zeros_like(counting.tokens_per_expert))
+            elif not hasattr(experts, "expert_bias"):
+                experts.register_buffer("expert_bias", torch.zeros_like(loads_E))
                 layer.mxfp8_chooses = True
 
     def close(self) -> None:
         """Ends the balancer's part in the forwards of its model."""
         self._padding.close()
         for layer in self.layers:
-            vars(_counting(layer)).pop("mxfp8_padding", None)
-            if isinstance(layer, ExpertBlock):
-                del layer.experts.tokens_per_expert
+            vars(layer.experts).pop("mxfp8_padding", None)
+            del layer.experts.tokens_per_expert
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -88,10 +67,10 @@ class LoadBalancer:
 
         Choices of padding tokens, and those that are repeated by activation checkpointing, do not count.
         """
-        loads = torch.cat([_counting(layer).tokens_per_expert for layer in self.layers])
+        loads = torch.cat([layer.experts.tokens_per_expert for layer in self.layers])
         if dist.is_initialized():
             with deadline_for(dist.get_world_group(), loads.device, "the sum of the experts' loads over all ranks"):
                 dist.all_reduce(loads)
         for layer, load_E in zip(self.layers, loads.split([layer.num_experts for layer in self.layers]), strict=True):
             bias_of(layer).add_(torch.sign(load_E.mean() - load_E), alpha=self.coeff)
-            _counting(layer).tokens_per_expert.zero_()
+            layer.experts.tokens_per_expert.zero_()

@@ -11,30 +11,24 @@ from dataclasses import dataclass
 import torch
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe import layer as deepspeed_layer
-from deepspeed.moe.ep_experts import GroupedExperts
 from deepspeed.moe.experts import Experts
 from deepspeed.moe.sharded_moe import MOELayer, TopKGate
 from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
 from ..compute.crossover import min_tokens_per_expert
-from ..compute.formula import DTYPES, Activation, ExpertFormula, ExpertWeights, NotRecognised
+from ..compute.formula import Activation, ExpertFormula, ExpertWeights, NotRecognised
 from ..config import ConfigError, MXFP8MoEConfig, Recipe, current_device, resolve
 from ..ffn.expert_ffn import unquantized
 from ..layers.activation_proof import activation_of
 from ..layers.adapters import adapted_parts
-from ..layers.autoep import CONVERTED_EXPERTS, MXFP8AutoEPMoELayer
 from ..layers.classic import LayerSettings, MoE, MXFP8MOELayer
 from ..layers.experts import ExpertBlock, MXFP8Experts
-from ..layers.extended_experts import ExtendedGroupedExperts
 from ..layers.frozen_experts import WEIGHTS, frozen_layers, frozen_of, hold_quantized, wants_mxfp8
 from ..layers.recognise import ExpertsAtConversion, foreign_code, recognise
 from ..layers.stacked import shape_of
 from ..ops.private_names import missing
 
-# DeepSpeed's names of activations: ours, and which of its constants a layer's activation has.
-AUTOEP_ACTIVATIONS = {"swiglu": ("silu", ()), "geglu_tanh": ("gelu_tanh", ()), "swiglu_clamped": ("silu", ("limit", )),
-                      "swiglu_oai": ("swiglu_oai", ("alpha", "limit"))}
 LEFT_OUT, SWITCHED_OFF = "left out by 'include' and 'exclude'", "'enabled' is false"  # reasons in a LayerReport
 
 
@@ -76,8 +70,9 @@ class ConversionReport:
 
     def __str__(self) -> str:
         if not self.layers:
-            return ("mxfp8_moe: no MoE layers found, neither deepspeed.moe.layer.MoE nor AutoEP's. Hugging Face "
-                    'models also need DeepSpeed\'s section "expert_parallel": {"enabled": true, "autoep_size": ...}')
+            return ("mxfp8_moe: no MoE layers found, neither deepspeed.moe.layer.MoE nor stacked experts of "
+                    "transformers. These also need DeepSpeed's section "
+                    '"expert_parallel": {"enabled": true, "autoep_size": ...}')
         lines = [str(layer) for layer in self.layers]
         lines += [f"mxfp8_moe: WARNING: {pattern!r} in 'include' or 'exclude' matches no MoE layer's whole name"
                   for pattern in self.idle_patterns]
@@ -106,41 +101,29 @@ def convert_layers(model: torch.nn.Module, config: MXFP8MoEConfig, broken: str =
         if not isinstance(module, (deepspeed_layer.MoE, AutoEPMoELayer)):
             continue
         _restore_layer(module)
-        classic = isinstance(module, deepspeed_layer.MoE)
-        kind, label = "classic" if classic else "AutoEP", name or "(the model itself)"
+        kind, label = "classic" if isinstance(module, deepspeed_layer.MoE) else "AutoEP", name or "(the model itself)"
         if not config.enabled or not config.selects(name):
             layers.append(LayerReport(label, kind, False, LEFT_OUT if config.enabled else SWITCHED_OFF))
             continue
         try:
-            if gone := broken or missing(f"{kind} layers"):
+            if kind == "AutoEP":
+                raise NotRecognised(_AUTOEP)
+            if gone := broken or missing("classic layers"):
                 raise NotRecognised(gone)
-            formula = (_classic_formula if classic else autoep_formula)(module, shared)
+            formula = _classic_formula(module, shared)
         except NotRecognised as reason:
-            if not classic and frozen_of(module.experts) is not None:
-                raise ConfigError(f"{label} {_MXFP8_ALONE}: {reason}") from reason
             layers.append(LayerReport(label, kind, False, f"{reason}; it runs DeepSpeed's own path"))
             continue
-        if holds_mxfp8 and not classic and _can_hold_mxfp8(module):
-            hold_quantized(module, recipe.scaling_mode)
-        frozen = not classic and frozen_of(module.experts) is not None
-        # Experts that are held in MXFP8 alone compute in it, however few tokens there are.
-        fewest_tokens = 0 if frozen else min_tokens_per_expert(
-            config.min_tokens_per_expert, formula, recipe, module.num_local_experts, torch.device(current_device()[0]))
+        fewest_tokens = min_tokens_per_expert(config.min_tokens_per_expert, formula, recipe, module.num_local_experts,
+                                              torch.device(current_device()[0]))
         settings = LayerSettings(name=label, formula=formula, recipe=recipe, config=config,
                                  min_tokens_per_expert=fewest_tokens)
-        if classic:
-            module.__class__ = MoE
-            inner = module.deepspeed_moe
-            inner.__class__, inner.mxfp8_settings = MXFP8MOELayer, settings
-            inner.mxfp8_experts = ExpertsAtConversion(inner.experts)
-            inner.mxfp8_weights = ExpertWeights(inner.experts.deepspeed_experts, formula)
-        else:
-            module.__class__ = MXFP8AutoEPMoELayer
-            module.experts.__class__ = CONVERTED_EXPERTS[type(module.experts)]
-            module.mxfp8_settings = settings
-        instead = ", in place of DeepEP" if getattr(module, "comm_backend", "") == "deepep" else ""
-        held = ", frozen experts in MXFP8" if frozen else ""
-        detail = f"{_placement(module)}, {_describe(settings)}{held}{_trained(module)}{instead}"
+        module.__class__ = MoE
+        inner = module.deepspeed_moe
+        inner.__class__, inner.mxfp8_settings = MXFP8MOELayer, settings
+        inner.mxfp8_experts = ExpertsAtConversion(inner.experts)
+        inner.mxfp8_weights = ExpertWeights(inner.experts.deepspeed_experts, formula)
+        detail = f"{_placement(module)}, {_describe(settings)}{_trained(module)}"
         layers.append(LayerReport(label, kind, True, detail))
     return ConversionReport.of(layers, config)
 
@@ -194,6 +177,8 @@ def stacked_formula(experts: MXFP8Experts) -> ExpertFormula:
     return formula.with_act(activation or Activation(None))
 
 
+_AUTOEP = ("AutoEP made it: ds_mxfp8_moe did not start the engine, or the model is split by AutoTP, or its experts "
+           "are not stacked as in transformers")
 _MXFP8_ALONE = ("holds its frozen experts in MXFP8 alone, which nothing but an MXFP8 recipe computes. Make the engine "
                 'with "frozen_experts": "keep" in the section to compute them otherwise')
 
@@ -234,13 +219,11 @@ def _describe(settings: LayerSettings) -> str:
 
 def _restore_layer(module: torch.nn.Module) -> None:
     """Undoes an earlier conversion. Our `MoE` stays: around DeepSpeed's inner layer it is DeepSpeed's MoE."""
-    original = {ours: plain for plain, ours in CONVERTED_EXPERTS.items()}
-    original |= {MXFP8AutoEPMoELayer: AutoEPMoELayer, MXFP8MOELayer: MOELayer}
-    for part in (module, getattr(module, "deepspeed_moe", None), getattr(module, "experts", None)):
-        if type(part) in original:
-            part.__class__ = original[type(part)]
-            for ours in [name for name in vars(part) if name.startswith("mxfp8_")]:
-                delattr(part, ours)
+    inner = getattr(module, "deepspeed_moe", None)
+    if type(inner) is MXFP8MOELayer:
+        inner.__class__ = MOELayer
+        for ours in [name for name in vars(inner) if name.startswith("mxfp8_")]:
+            delattr(inner, ours)
 
 
 def shared_parameters(model: torch.nn.Module) -> dict[torch.nn.Parameter, str]:
@@ -256,8 +239,7 @@ def shared_parameters(model: torch.nn.Module) -> dict[torch.nn.Parameter, str]:
 def _refuse_foreign_code(*modules: torch.nn.Module) -> None:
     """Raises NotRecognised for modules with hooks or a replaced forward that a converted layer would skip."""
     for module in modules:
-        # DeepSpeed's own hooks are not foreign. ZeRO-3 hooks every module, and a converted layer of AutoEP calls its
-        # experts, so that these hooks run.
+        # DeepSpeed's own hooks are not foreign.
         if foreign := foreign_code(module):
             raise NotRecognised(f"its {type(module).__name__} has {foreign}, which this path would ignore")
 
@@ -289,38 +271,3 @@ def _classic_formula(layer: deepspeed_layer.MoE, shared: dict) -> ExpertFormula:
     return recognise(inner.experts.deepspeed_experts, inner.gate.wg.in_features, shared)
 
 
-def autoep_formula(layer: AutoEPMoELayer, shared: dict) -> ExpertFormula:
-    experts = layer.experts
-    _refuse_subclass(layer, AutoEPMoELayer)
-    _refuse_subclass(experts, GroupedExperts, ExtendedGroupedExperts)
-    if layer.score_apply != "post":
-        raise NotRecognised(f"it applies the router's scores {layer.score_apply!r} the experts")
-    if layer.comm_backend not in ("comm", "deepep"):  # the conversion replaces both
-        raise NotRecognised(f"its comm_backend is {layer.comm_backend!r}")
-    handles = layer.folding_group_handles
-    if handles is not None and handles.spec.tp_size > 1:
-        raise NotRecognised("it is folded with AutoTP")
-    _refuse_foreign_code(experts)
-    _refuse_replaced_forward(layer)
-    if experts.activation not in AUTOEP_ACTIVATIONS:
-        raise NotRecognised(f"its experts' activation is {experts.activation}; recognised are "
-                            f"{', '.join(AUTOEP_ACTIVATIONS)}")
-    activation, constants = AUTOEP_ACTIVATIONS[experts.activation]
-    for name, parameter in experts.named_parameters():
-        if parameter in shared:
-            raise NotRecognised(f"parameter {name} of its experts is shared with {shared[parameter]}")
-        if parameter.dtype not in DTYPES:
-            raise NotRecognised(f"parameter {name} of its experts is {parameter.dtype}")
-    if len({p.dtype for p in experts.parameters()}) > 1:
-        raise NotRecognised("the parameters of its experts have different dtypes")
-    if (frozen := frozen_of(experts)) is not None:
-        _, hidden_size, ffn_size = frozen.down_data.shape
-    else:
-        _, ffn_size, hidden_size = getattr(experts.w1, "ds_shape", experts.w1.shape)
-    if hidden_size % 32 or ffn_size % 32:
-        raise NotRecognised(f"hidden size {hidden_size} and FFN size {ffn_size} are not both multiples of 32")
-    biases = {}
-    if hasattr(layer, "expert_biases"):
-        biases = {f"{role}_bias": f"expert_biases.{role}" for role in ("gate", "up", "down")}
-    return ExpertFormula("gated", activation, hidden_size, ffn_size, gate="w1", up="w3", down="w2", **biases,
-                         **{name: float(getattr(experts, f"activation_{name}")) for name in constants})

@@ -7,9 +7,8 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ..config import MXFP8MoEConfig
-from ..layers.autoep import MXFP8AutoEPMoELayer
 from ..layers.classic import MXFP8MOELayer
-from ..layers.experts import ExpertBlock
+from ..layers.experts import expert_blocks
 from ..layers.found import converted_layers
 from ..layers.patches import wrap
 from ..layers.routes import routes_of
@@ -131,9 +130,7 @@ def balance_loads(engine: DeepSpeedEngine) -> None:
     if others := [layer.mxfp8_settings.name for layer, coeff in coeffs.items()
                   if coeff is not None and isinstance(layer, MXFP8MOELayer)]:
         print_on_rank_0(f'mxfp8_moe: "load_balance_coeff" has no effect on classic layers, such as {others[0]}')
-    layers = [module for module in engine.module.modules()
-              if isinstance(module, (MXFP8AutoEPMoELayer, ExpertBlock))
-              and coeffs.get(module.experts if isinstance(module, ExpertBlock) else module) is not None]
+    layers = [block for _, block in expert_blocks(engine.module) if coeffs.get(block.experts) is not None]
     if getattr(engine, "_mxfp8_balancer", None) is not None:
         engine._mxfp8_balancer.close()
     coeff = next((coeff for coeff in coeffs.values() if coeff is not None), None)

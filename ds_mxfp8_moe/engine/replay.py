@@ -22,11 +22,9 @@ from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.pipe import PipelineModule
 
-from ..layers.autoep import MXFP8AutoEPMoELayer
 from ..layers.choices import top_k_of
 from ..layers.classic import MXFP8MOELayer
 from ..layers.experts import ExpertBlock
-from ..layers.router import why_no_turns
 from ..layers.routes import Given, LayerRoutes, ModelRoutes, RecordedRoutes, routes_of
 from ..ops.private_names import missing
 from ..transport.deadline import answers_of_all, failure_in_world, tell_peers, tell_peers_on_error
@@ -142,8 +140,7 @@ def _prepared(engine: torch.nn.Module, name: str) -> tuple[list, list[torch.nn.M
     model = model_of(engine)
     state, modules = routes_of(model, make=True), dict(model.named_modules())
     of_moe = {path: module for path, module in modules.items() if isinstance(module, (MOELayer, AutoEPMoELayer))}
-    layers = {path: layer for path, layer in of_moe.items()
-              if isinstance(layer, (MXFP8MOELayer, MXFP8AutoEPMoELayer, ExpertBlock))}
+    layers = {path: layer for path, layer in of_moe.items() if isinstance(layer, (MXFP8MOELayer, ExpertBlock))}
     failure = _refusal(of_moe, layers)
     if (state.recorded if name == "record_routes" else state.replayed) is not None:
         failure = "this model is inside another `with` of it already"
@@ -159,7 +156,7 @@ def _prepared(engine: torch.nn.Module, name: str) -> tuple[list, list[torch.nn.M
             top_k, layer.mxfp8_chooses = top_k_of(layer), True
             layers[path] = layer = layer.experts
         else:
-            top_k = layer.router.top_k if isinstance(layer, MXFP8AutoEPMoELayer) else layer.gate.k
+            top_k = layer.gate.k
         layer.mxfp8_routes = LayerRoutes(layer.mxfp8_settings.name, index, top_k, state)
     return [*layers.values()], around, state
 
@@ -181,11 +178,11 @@ def _obstacle(module: torch.nn.Module) -> str | None:
         if "forward" in vars(module):
             return "its forward method is replaced on the instance"
         module = module.experts
-    elif not isinstance(module, (MXFP8MOELayer, MXFP8AutoEPMoELayer)):
+    elif not isinstance(module, MXFP8MOELayer):
         return "it runs DeepSpeed's own path: the start-up lines say why"
     if module.mxfp8_settings.config.force_load_balance:
         return '"force_load_balance" chooses the experts'
-    return why_no_turns(module.router) if isinstance(module, MXFP8AutoEPMoELayer) else None
+    return None
 
 
 @contextmanager

@@ -17,7 +17,6 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext
-from copy import deepcopy
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,6 @@ from typing import Any, Literal, NamedTuple
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.moe.ep_router import TokenChoiceTopKRouter
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch.utils._pytree import tree_map
 
@@ -40,8 +38,6 @@ from ..config import Recipe
 from ..ffn import expert_ffn, expert_math
 from ..ffn.expert_ffn import ExpertFFN, unquantized
 from ..ffn.frozen_weights import FrozenWeights
-from ..layers import router
-from ..layers.autoep import MXFP8AutoEPMoELayer
 from ..layers.classic import MXFP8MOELayer
 from ..layers.experts import MXFP8Experts
 from ..layers.frozen_experts import dtype_of, frozen_of
@@ -76,8 +72,6 @@ class Kind(NamedTuple):
         stacked: whether the weights of all experts are one tensor.
         rank: of the adapters of both GEMMs. 0: there are none.
         exchanges: whether rows travel to other ranks.
-        routed: whether the router is AutoEP's, with these properties: score_func, route_norm, and whether a bias acts
-            on the choice of experts.
         frozen: whether the weights are held in MXFP8 alone.
     """
 
@@ -87,7 +81,6 @@ class Kind(NamedTuple):
     stacked: bool = True
     rank: int = 0
     exchanges: bool = False
-    routed: tuple | None = None
     frozen: bool = False
 
 
@@ -120,24 +113,18 @@ class CheckFailed(Exception):
     """A kernel's result differs from plain torch's."""
 
 
-def kinds_of(layers: Iterable[MXFP8MOELayer | MXFP8AutoEPMoELayer]) -> set[Kind]:
+def kinds_of(layers: Iterable[MXFP8MOELayer | MXFP8Experts]) -> set[Kind]:
     """The kinds of converted layers."""
     found = set()
     for layer in layers:
-        settings, routed = layer.mxfp8_settings, None
-        stacked = isinstance(layer, MXFP8AutoEPMoELayer | MXFP8Experts)
-        router = getattr(layer, "router", None)
-        if type(router) is TokenChoiceTopKRouter and router.num_expert_groups is None:
-            biased = layer.expert_bias is not None or router.e_score_correction_bias is not None
-            routed = router.score_func, router.route_norm, biased
+        settings, stacked = layer.mxfp8_settings, isinstance(layer, MXFP8Experts)
         dtype = dtype_of(layer.experts) if stacked else next(layer.experts.parameters()).dtype
-        adapted = hasattr(layer, "expert_adapters") or hasattr(layer, "adapters")
+        adapted = hasattr(layer, "adapters")
         formula = settings.formula
         if settings.open_formula is not None:  # the GEMMs are checked with another function between them
             formula = formula.with_act(Activation("silu"))
         found.add(Kind(small(formula), settings.recipe, dtype, stacked, rank=8 if adapted else 0,
-                       exchanges=layer.ep_size > 1, routed=routed, frozen=stacked and frozen_of(
-                           layer.experts) is not None))
+                       exchanges=layer.ep_size > 1, frozen=stacked and frozen_of(layer.experts) is not None))
     return found
 
 
@@ -255,8 +242,6 @@ def _run_kernels(kind: Kind, device: torch.device) -> None:
             for owner, names in OPERATIONS.items():
                 for name in names:
                     stack.enter_context(patched(owner, name, partial(_run_twice, name)))
-            if kind.routed is not None:
-                _compare_router(kind, device)
             known = _run_ffn(kind, device)
         for name in ("recorded launches", "replayed launches"):
             _compare(name, _run_ffn(kind, device, recorded=True), known, float("inf"))  # the same bits
@@ -336,21 +321,6 @@ class _Alone(Collective):
 
     def _where(self, phase: str) -> str:
         return phase
-
-
-def _compare_router(kind: Kind, device: torch.device) -> None:
-    score_func, route_norm, biased = kind.routed
-    x_TH, upstream = torch.randn(TOKENS, HIDDEN), torch.randn(TOKENS, CHOICES)
-    bias_E = torch.randn(16) / 100 if biased else None
-    one, results = TokenChoiceTopKRouter(HIDDEN, 16, None, None, CHOICES, score_func, route_norm, 1.0, False), []
-    for where in (torch.device("cpu"), device):
-        one = deepcopy(one).to(where)
-        one.zero_grad()
-        x = x_TH.clone().to(where).requires_grad_()
-        weight_TK, expert_TK, _ = router.route(one, x, None if bias_E is None else bias_E.to(where))
-        (weight_TK * upstream.to(where)).sum().backward()
-        results.append([weight_TK.detach(), expert_TK.float(), x.grad, one.gate.weight.grad])
-    _compare("the router", results[1], results[0])
 
 
 # ---- comparing with plain torch -----------------------------------------------------------------------------------

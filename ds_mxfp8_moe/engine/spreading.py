@@ -11,7 +11,6 @@ the memory of the experts in MXFP8, which stay, and of two copies of one expert 
 partitioned the parameters, a layer is gathered at once.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.module_inject import auto_ep
 from deepspeed.module_inject.auto_ep_layer import ReplacementSourceMap
-from deepspeed.module_inject.auto_ep_presets import registry
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups
 from torch import nn
@@ -37,15 +35,10 @@ from ..layers.experts import expert_blocks, spread
 from ..layers.frozen_experts import WEIGHTS, free, wants_mxfp8
 from ..layers.held_experts import HeldExperts
 from ..layers.patches import lent, patched
-from ..layers.presets import PRESETS, model_type_of
 from ..layers.say import print_on_rank_0
 from ..layers.stacked import DOWN, Layout, is_stacked, shape_of
 from ..transport.deadline import failure_in_world
 from .convert import shared_parameters
-
-# An environment variable. Until the speed of spread experts is measured on GPUs beside that of AutoEP's layers, model
-# types that have AutoEP's layers keep them where it is not set.
-SPREAD_ALL = "DS_MXFP8_MOE_SPREAD_ALL"
 
 
 @dataclass(frozen=True)
@@ -72,11 +65,15 @@ def experts_spread(config: MXFP8MoEConfig) -> Iterator[None]:
     """Inside the context, engines with the section "expert_parallel" spread stacked experts as MXFP8Experts.
 
     Raises:
+        ConfigError: inside the context, if the model is in another engine, or its experts cannot be spread.
         RuntimeError: inside the context, on every rank, if one of them cannot hold the experts of a layer.
     """
 
     def configure(plain: Callable, engine: DeepSpeedEngine, model: nn.Module, *args, **kwargs) -> Any:
-        if engine.autotp_size() > 1 or not any(map(is_stacked, model.modules())) or _has_autoep_layers(model):
+        if any(expert_blocks(model)):
+            raise ConfigError("the model is in an engine already, which has spread its experts over the ranks. Make a "
+                              "new model, or go on with the first engine")
+        if engine.autotp_size() > 1 or not any(map(is_stacked, model.modules())):
             return plain(engine, model, *args, **kwargs)
         if engine.local_rank >= 0:  # as DeepSpeed does later in the start
             get_accelerator().set_device(engine.local_rank)
@@ -84,17 +81,14 @@ def experts_spread(config: MXFP8MoEConfig) -> Iterator[None]:
         with lent(auto_ep, "AutoEP", spreading.of):
             sources = plain(engine, model, *args, **kwargs)
         spreading.end()
+        if left := [name for name, one in model.named_modules() if isinstance(one, HeldExperts) and not one.original]:
+            given = engine._config._param_dict.get("expert_parallel", "missing")
+            raise ConfigError(f"{left[0]} is held in MXFP8 alone, and is not spread over the ranks: the section "
+                              f'"expert_parallel" is {given}. Write the one that from_pretrained was given')
         return sources
 
     with patched(DeepSpeedEngine, "_configure_expert_parallel", configure):
         yield
-
-
-def _has_autoep_layers(model: nn.Module) -> bool:
-    """Whether AutoEP makes the layers of this model: it or presets.py knows the type, and SPREAD_ALL is not set."""
-    model_type = model_type_of(model)
-    return SPREAD_ALL not in os.environ and (
-        model_type in PRESETS or registry.preset_name_for_hf_model_type(model_type) is not None)
 
 
 class _Spreading:

@@ -21,16 +21,10 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from ..config import SECTION, ConfigError, MXFP8MoEConfig, parse
 from ..layers.found import converted_layers
 from ..layers.held_experts import holds_experts, quantised_experts
-from ..layers.lora import adapted_layers
 from ..layers.patches import wrap
-from ..layers.presets import added_preset
-from ..layers.recorders import named_recorders
 from ..layers.say import print_on_rank_0, say_if_missing
-from ..layers.user_changes import changes_refused
-from .advice import explaining_transformers
 from .attach import attach
 from .expert_groups import any_groups_allowed
-from .freezing import frozen_experts_held
 from .hooks import remember_engine
 from .spreading import experts_spread
 
@@ -83,18 +77,15 @@ def _unwrap(given: dict, config: MXFP8MoEConfig) -> Any:
 
 @contextmanager
 def _preparing(config: MXFP8MoEConfig, model: torch.nn.Module | None) -> Iterator[None]:
-    """Patches DeepSpeed while it builds the engine: presets, adapters, optimizer groups."""
+    """Patches DeepSpeed while it builds the engine: experts, optimizer groups."""
     before = _READ.set(True)
     try:
-        with explaining_transformers(config), ExitStack() as stack:
-            # Also without the section, since ranks compare their sections later.
-            contexts = {"changed blocks": changes_refused(config.enabled)}
+        with ExitStack() as stack:
+            contexts: dict = {}
             if config.enabled:
                 _refuse_empty(model)
-                contexts |= {"FP8 experts": quantised_experts(model), "recorders": named_recorders(),
-                             "added presets": added_preset(model), "LoRA on experts": adapted_layers(model),
-                             "own optimizer": any_groups_allowed(), "stacked experts": experts_spread(config),
-                             "frozen_experts": frozen_experts_held(config, model)}
+                contexts = {"FP8 experts": quantised_experts(model), "own optimizer": any_groups_allowed(),
+                            "stacked experts": experts_spread(config)}
             elif holds_experts(model):
                 raise ConfigError('the model\'s experts are held in MXFP8 alone: write "mxfp8_moe": {"enabled": true}')
             for feature, context in contexts.items():

@@ -93,10 +93,10 @@ def unmerged_adapters(layer: nn.Module) -> list[str]:
 # ---- adapters of spread experts -------------------------------------------------------------------------------------
 
 
-NO_MERGE = ("AutoEP has spread these experts over the ranks, so PEFT cannot merge adapters into their weights, nor "
-            "remove them. ds_mxfp8_moe.save_pretrained(engine, directory, weights=\"fp8\") and export_weights(engine) "
-            "merge them. Or save the adapters by save_pretrained(engine, directory), and merge them in a process "
-            "without DeepSpeed")
+NO_MERGE = ("expert parallelism has spread these experts over the ranks, so PEFT cannot merge adapters into their "
+            "weights, nor remove them. ds_mxfp8_moe.save_pretrained(engine, directory, weights=\"fp8\") and "
+            "export_weights(engine) merge them. Or save the adapters by save_pretrained(engine, directory), and merge "
+            "them in a process without DeepSpeed")
 
 
 class ElsewhereExperts(nn.Module):
@@ -224,16 +224,13 @@ def joined(factors: list[LowRank]) -> LowRank:
 
 
 def adapted_parts(layer: nn.Module) -> list[str]:
-    """The experts' stacked weights that have adapters, and the router if the layer makes its own."""
-    names = [one.parameter_name for one in reversed(wrappers_of(outermost_wrapper(layer)))]
-    return [*names, "the router"] if has_adapters(getattr(layer, "router", None)) else names
+    """The experts' stacked weights that have adapters."""
+    return [one.parameter_name for one in reversed(wrappers_of(outermost_wrapper(layer)))]
 
 
 def outermost_wrapper(layer: nn.Module) -> nn.Module | None:
     """The outermost of the wrappers that an MoE layer's experts hold. None: there are none."""
-    held, experts = getattr(layer, "expert_adapters", None), getattr(layer, "experts", None)
-    if held is not None:
-        return held.wrapper
+    experts = getattr(layer, "experts", None)
     return None if experts is None else experts._modules.get("adapters")
 
 

@@ -5,15 +5,13 @@ import torch
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from .autoep import MXFP8AutoEPMoELayer
 from .classic import MXFP8MOELayer
 from .experts import MXFP8Experts
 
 
-def converted_layers(model: torch.nn.Module) -> list[MXFP8MOELayer | MXFP8AutoEPMoELayer | MXFP8Experts]:
+def converted_layers(model: torch.nn.Module) -> list[MXFP8MOELayer | MXFP8Experts]:
     """The model's layers on the MXFP8 path."""
-    layers = [module for module in model.modules()
-              if isinstance(module, (MXFP8MOELayer, MXFP8AutoEPMoELayer, MXFP8Experts))]
+    layers = [module for module in model.modules() if isinstance(module, (MXFP8MOELayer, MXFP8Experts))]
     return [layer for layer in layers if "mxfp8_settings" in vars(layer) and layer.mxfp8_settings.config.enabled]
 
 

@@ -193,7 +193,7 @@ def quantised_experts(model: Any) -> Iterator[None]:
     Those that no engine spreads come back. If the engine casts its parameters, the scales of the model's other
     FP8 layers stay float32.
     """
-    if not isinstance(model, nn.Module) or missing("frozen_experts"):  # without which NaN would be trained
+    if not isinstance(model, nn.Module) or missing("stacked experts"):  # without which NaN would be trained
         yield
         return
     rounding = Rounding()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one way in which this package replaces functions of other libraries, in two forms.
 
-    with patched(AutoEP, "__init__", ours):               # for a time
+    with patched(DeepSpeedEngine, "destroy", ours):       # for a time
         ...
     wrap(engine, "load_checkpoint", ours, until=engine)   # once, until engine.destroy()
 
@@ -31,16 +31,6 @@ def lent(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         restore()
-
-
-@contextmanager
-def lent_entry(entries: dict, key: Any, value: Any) -> Iterator[None]:
-    """Inside the context, `entries` has a key that it lacks otherwise."""
-    entries[key] = value
-    try:
-        yield
-    finally:
-        del entries[key]
 
 
 @contextmanager

@@ -144,8 +144,6 @@ def _worker(rank: int, world_size: int, port: int, path: list, accelerator: str,
     import deepspeed
     from deepspeed.accelerator import get_accelerator
     from deepspeed.utils import nvtx
-
-    from ds_mxfp8_moe.layers.recorders import named_recorders
     modules = 0
     note_engines()
     gc.set_threshold(100_000, 50, 100)  # engines make more objects than Python's own thresholds are meant for
@@ -181,8 +179,7 @@ def _worker(rank: int, world_size: int, port: int, path: list, accelerator: str,
                 set_timeout(c10d.default_pg_timeout)  # some cases shorten it
             torch.manual_seed(1234)
             torch.nn.functional.linear = linear  # ZeRO-3 replaces it, and rounds bf16 otherwise
-            with named_recorders():  # cases compare with plain DeepSpeed, whose AutoEP may not start by itself
-                conn.send_bytes(_dump((True, fn(*args, **kwargs))))
+            conn.send_bytes(_dump((True, fn(*args, **kwargs))))
         except BaseException:  # every failure of a case is data for the parent, which raises it
             conn.send_bytes(_dump((False, traceback.format_exc())))
 
