@@ -7,6 +7,8 @@ cannot always split it: AutoEP makes the experts' new parameters while the engin
 
 Beside an optimizer in the config, DeepSpeed splits the groups of `model_parameters` itself, but only those with names.
 
+Where experts alone are trained, the group of all else is empty or frozen. ZeRO-1 and 2 take no such group.
+
 All experts may be frozen, as with LoRA. Then no group is one of experts, which is an error in DeepSpeed.
 """
 
@@ -36,7 +38,7 @@ def any_groups_allowed() -> AbstractContextManager:
 
     def configure(plain, self, optimizer, parameters):
         if optimizer is None and self.has_moe_layers:
-            parameters = named_groups(parameters)
+            parameters = split_groups(named_groups(parameters), self.zero_optimization_stage())
         optimizer = split_experts(self, optimizer)
         needed = self.zero_optimization_stage() not in (1, 2) or trains_experts(self)
         with lent(self, "has_moe_layers", self.has_moe_layers and needed):
@@ -60,6 +62,19 @@ def named_groups(parameters: list) -> list:
             for i, (group, name) in enumerate(zip(parameters, given, strict=True))]
 
 
+def split_groups(parameters: list, stage: int) -> list[dict]:
+    """Returns groups in which experts are apart, as DeepSpeed makes them, as far as this stage of ZeRO takes them.
+
+    `parameters`: of `named_groups`.
+    """
+    if any(isinstance(group, dict) and is_moe_param_group(group) for group in parameters):
+        return parameters
+    whole = [{"params": parameters, "name": "dense-params"}]
+    groups = parameters if all(isinstance(group, dict) for group in parameters) else whole
+    groups = split_params_into_different_moe_groups_for_optimizer(groups)
+    return [group for group in groups if any(p.requires_grad or stage not in (1, 2) for p in group["params"])]
+
+
 def split_experts(engine: DeepSpeedEngine, optimizer: Any) -> Any:
     """Returns the optimizer that DeepSpeed steps: the user's, or one with expert groups split off.
 
@@ -72,10 +87,10 @@ def split_experts(engine: DeepSpeedEngine, optimizer: Any) -> Any:
     stage = engine.zero_optimization_stage()
     if stage == 3 or stage == 0 and not isinstance(optimizer, FusedAdam):
         return optimizer
-    return optimizer if any(map(is_moe_param_group, optimizer.param_groups)) else _with_expert_groups(optimizer)
+    return optimizer if any(map(is_moe_param_group, optimizer.param_groups)) else _with_expert_groups(optimizer, stage)
 
 
-def _with_expert_groups(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def _with_expert_groups(optimizer: torch.optim.Optimizer, stage: int) -> torch.optim.Optimizer:
     """A twin that shares the optimizer's state and has experts in groups of their own.
 
     The optimizer keeps its groups, since a learning-rate scheduler made for it counts them. Whatever changes there
@@ -83,9 +98,8 @@ def _with_expert_groups(optimizer: torch.optim.Optimizer) -> torch.optim.Optimiz
     """
     twin = object.__new__(_twin_class(type(optimizer)))
     vars(twin).update({key: value for key, value in vars(optimizer).items() if key != "step"})  # wrapped by schedulers
-    groups = split_params_into_different_moe_groups_for_optimizer(
-        [{**group, "name": str(i), "origin": i} for i, group in enumerate(optimizer.param_groups)])
-    groups = [group for group in groups if group["params"]]
+    groups = split_groups([{**group, "name": str(i), "origin": i} for i, group in enumerate(optimizer.param_groups)],
+                          stage)
     twin._followed = [optimizer.param_groups[group.pop("origin")] for group in groups]
     twin._seen = [_values(group) for group in twin._followed]
     twin.param_groups = [{**group, NUMBER: i} for i, group in enumerate(groups)]
