@@ -3,6 +3,8 @@
 
     python examples/guides/architectures.py                              # all types; writes the result and the page
     python examples/guides/architectures.py --types mixtral gemma4       # prints these
+    python examples/guides/architectures.py --update                     # those that the stored result lacks
+    python examples/guides/architectures.py --losses                     # without adapters, reload and replay
 
 Runs on CPUs, over gloo, with two ranks that share the experts. small_models.py finds the types. Each trains from the
 same weights on the same batches with transformers' experts on every rank, with ours in bf16, and with ours in MXFP8.
@@ -53,9 +55,10 @@ from small_models import (  # noqa: E402
 )
 
 STEPS, RANKS = 6, 2
-TYPES, SECONDS = 12, 90.0  # of the same processes; for each type
+TYPES, SECONDS = 12, 300.0  # of the same processes; for each type
 BARS = {"bf16": 0.0035, "mxfp8": 0.006}  # the largest relative difference of losses at any step
 RESULT, PAGE = results_file.RESULTS / "architectures.json", Path(__file__).with_suffix(".md")
+LOSSES = RESULT.with_name("architectures_losses_*.json")  # the star: the release of transformers
 SECTIONS = {"bf16": {"enabled": True, "recipe": "bf16"}, "mxfp8": {"enabled": True}}
 HEADERS = {"type": "model type", "model": "class", "converted": "converted", "first": "first loss",
            "last": "last loss", "weight": "weight", "bf16": "bf16", "mxfp8": "MXFP8", "lora": "LoRA",
@@ -161,7 +164,7 @@ def reload_difference(engine: deepspeed.DeepSpeedEngine, model: torch.nn.Module)
     return difference([mean_loss(loaded.eval(), loaded, STEPS)[1]], [ours])
 
 
-def measure(model_type: str) -> dict[str, Any]:
+def measure(model_type: str, losses_alone: bool) -> dict[str, Any]:
     """The row of one type. Collective. What fails is the reason, and what comes after it is still tried."""
     started, row = time.perf_counter(), {"type": model_type}
 
@@ -201,16 +204,28 @@ def measure(model_type: str) -> dict[str, Any]:
     def lora() -> dict:
         return {"lora": difference(lora_losses(model_type, SECTIONS["mxfp8"]), lora_losses(model_type, None))}
 
+    def in_float32() -> dict:
+        losses = []
+        for section in (SECTIONS["bf16"], None):
+            model = small_model(model_type, torch.float32)
+            engine = engine_of(model, section)
+            losses.append(train(engine, model))
+            engine.destroy()
+        return {"float32": difference(*losses)}
+
     own: list[float] = []
     engines: dict[str, tuple] = {}
     if attempt("plain", plain) and attempt("bf16", lambda: ours("bf16")):
         engines.pop("bf16")[0].destroy()
+        if not row["bf16"] <= BARS["bf16"]:
+            attempt("float32", in_float32)
     if row.get("converted", "0")[0] != "0":
-        if attempt("mxfp8", lambda: ours("mxfp8")):
+        if attempt("mxfp8", lambda: ours("mxfp8")) and not losses_alone:
             attempt("replay", lambda: {"replay": replayed(*engines["mxfp8"])})
             attempt("reload", lambda: {"reload": reload_difference(*engines["mxfp8"])})
             engines.pop("mxfp8")[0].destroy()
-        attempt("lora", lora)
+        if not losses_alone:
+            attempt("lora", lora)
     row["seconds"] = round(time.perf_counter() - started, 1)
     return row
 
@@ -225,12 +240,20 @@ def judged(row: dict[str, Any]) -> dict[str, Any]:
             row["reason"] = f"{layers - count} layers stay transformers' own: {row.get('whole', 'no line says why')}"
         elif far:
             row["reason"] = f"farther from transformers than {' and '.join(far)} may be"
-        elif not row["replay"]:
+            if "float32" in row:
+                row["reason"] += f"; in float32, the losses differ by {row['float32']:.1e}"
+        elif not row.get("replay", True):
             row["reason"] = "a replay gives another loss"
     return {**row, "correct": "reason" not in row}
 
 
-def _rank(rank: int, port: int, types: list[str], pipe: Connection) -> None:
+def losses_agree(row: dict[str, Any]) -> bool:
+    """Whether all layers are converted, and both recipes within their bars."""
+    count, layers = row.get("converted", "0 of 1").split(" of ")
+    return count == layers and all(row.get(name, 1) <= bar for name, bar in BARS.items())
+
+
+def _rank(rank: int, port: int, types: list[str], losses_alone: bool, pipe: Connection) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1",
                       MASTER_PORT=str(port))
     torch.set_num_threads(1)
@@ -238,14 +261,14 @@ def _rank(rank: int, port: int, types: list[str], pipe: Connection) -> None:
     deepspeed.utils.logger.setLevel("ERROR")
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     for model_type in types:
-        row = measure(model_type)
+        row = measure(model_type, losses_alone)
         if rank == 0:
             pipe.send(row)
     dist.destroy_process_group()
 
 
 @contextmanager
-def _ranks(types: list[str]) -> Iterator[Connection]:
+def _ranks(types: list[str], losses_alone: bool) -> Iterator[Connection]:
     """Processes that measure these types, and where their rows arrive."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -253,7 +276,7 @@ def _ranks(types: list[str]) -> Iterator[Connection]:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["architectures"])
     receiver, sender = context.Pipe(duplex=False)
-    ranks = [context.Process(target=_rank, args=(rank, port, types, sender)) for rank in range(RANKS)]
+    ranks = [context.Process(target=_rank, args=(rank, port, types, losses_alone, sender)) for rank in range(RANKS)]
     for rank in ranks:
         rank.start()
     sender.close()
@@ -266,11 +289,11 @@ def _ranks(types: list[str]) -> Iterator[Connection]:
             rank.kill()
 
 
-def rows_of(types: list[str]) -> Iterator[dict[str, Any]]:
+def rows_of(types: list[str], losses_alone: bool = False) -> Iterator[dict[str, Any]]:
     """The rows of these types, each when it is there. One that hangs, or takes a process down, fails alone."""
     left = list(types)
     while left:
-        with _ranks(left[:TYPES]) as rows:
+        with _ranks(left[:TYPES], losses_alone) as rows:
             for model_type in left[:TYPES]:
                 left.remove(model_type)
                 try:
@@ -297,15 +320,21 @@ def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
     return [[cell(row, key) for key in HEADERS] for row in rows]
 
 
-def page(result: dict[str, Any]) -> str:
-    """The page of a result file, as Markdown."""
+def page() -> str:
+    """The page of the stored results, as Markdown."""
+    result = results_file.read(RESULT, "architectures")
     packages = ("torch", "transformers", "deepspeed", "peft")
     versions = ", ".join(f"{name} {result['versions'][name]}" for name in packages)
-    rows = [{**row["case"], **row} for row in result["rows"]]
-    agree = sum(row["correct"] for row in rows)
     about = [
-        f"Written by `python examples/guides/architectures.py` on a CPU, with {versions}. {agree} of {len(rows)} "
-        "model types agree with transformers.",
+        f"The losses of {sum(map(losses_agree, result['rows']))} of {len(result['rows'])} model types agree with "
+        f"transformers' own, and so do LoRA, saved models and replayed routes for "
+        f"{sum(row['correct'] for row in result['rows'])} of them."]
+    for path in sorted(LOSSES.parent.glob(LOSSES.name)):
+        losses = results_file.read(path, "architectures")
+        about[0] += (f" With transformers {losses['versions']['transformers']}, the losses of "
+                     f"{sum(map(losses_agree, losses['rows']))} of {len(losses['rows'])} types agree.")
+    about[0] += f" Written by `python examples/guides/architectures.py` on a CPU, with {versions}."
+    about += [
         "A model type is a folder of transformers whose experts have its decorator `use_experts_implementation`. The "
         f"script finds them, and makes a model with {EXPERTS} experts and random weights from each type's default "
         f"config. It trains {STEPS} steps on {RANKS} ranks that share the experts, and {STEPS} steps in plain data "
@@ -319,32 +348,39 @@ def page(result: dict[str, Any]) -> str:
     lines = ["# Architectures"]
     for paragraph in about:
         lines += ["", textwrap.fill(paragraph, 119, break_on_hyphens=False)]
-    table = tabulate(cells(rows), HEADERS.values(), tablefmt="pipe", disable_numparse=True)
-    return "\n".join([*lines, "", table]) + "\n"
+    rows = cells([{**row["case"], **row} for row in result["rows"]])
+    return "\n".join([*lines, "", tabulate(rows, HEADERS.values(), tablefmt="pipe", disable_numparse=True)]) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--types", nargs="+", metavar="TYPE",
-                        help=f"print these and write nothing. Default: all types, written to {RESULT.name} and "
-                        f"{PAGE.name}")
-    parser.add_argument("--show", action="store_true", help="write the page from the stored result, and run nothing")
+    parser.add_argument("--types", nargs="+", metavar="TYPE", help="print these and write nothing. Default: all "
+                        f"types, written to {RESULT.name} and {PAGE.name}")
+    parser.add_argument("--update", action="store_true",
+                        help="keep the rows of the stored result, and run --types, or the types without a row")
+    parser.add_argument("--losses", action="store_true", help="leave out adapters, reload and replay. The result gets "
+                        "a file of its own for each release of transformers, and a line of the page")
+    parser.add_argument("--show", action="store_true", help="write the page from the stored results, and run nothing")
     arguments = parser.parse_args()
-    if not arguments.show:
-        types = decorated_types()
-        if unknown := set(arguments.types or ()) - set(types):
-            parser.error(f"{', '.join(sorted(unknown))}: expected some of {', '.join(types)}")
-        rows = []
-        for row in (bar := tqdm(rows_of(arguments.types or types), total=len(arguments.types or types), unit="type")):
-            bar.set_postfix_str(row["type"])
-            rows.append(row)
-        print(tabulate(cells(rows), HEADERS.values(), disable_numparse=True))
-        if not arguments.types:
-            results_file.write("architectures", [{"case": {"type": row.pop("type")}, **row} for row in rows], RESULT)
-    if not arguments.types:
-        PAGE.write_text(page(results_file.read(RESULT, "architectures")))
-    if not arguments.show and (bad := [row for row in rows if not row["correct"]]):
-        sys.exit(f"{len(bad)} of {len(rows)} types do not agree with transformers")
+    result = LOSSES.with_name(LOSSES.name.replace("*", transformers.__version__)) if arguments.losses else RESULT
+    if arguments.show:
+        PAGE.write_text(page())
+        return
+    known = decorated_types()
+    if unknown := set(arguments.types or ()) - set(known):
+        parser.error(f"{', '.join(sorted(unknown))}: expected some of {', '.join(known)}")
+    stored = results_file.read(result, "architectures")["rows"] if arguments.update and result.exists() else []
+    rows = {row["case"]["type"]: {**row["case"], **row} for row in stored}
+    types = arguments.types or [one for one in known if one not in rows]
+    for row in (bar := tqdm(rows_of(types, arguments.losses), total=len(types), unit="type")):
+        bar.set_postfix_str(row["type"])
+        rows[row["type"]] = row
+        if arguments.update or not arguments.types:
+            results_file.write("architectures", [{"case": {"type": one}, **rows[one]} for one in sorted(rows)], result)
+            PAGE.write_text(page())
+    print(tabulate(cells([rows[one] for one in types]), HEADERS.values(), disable_numparse=True))
+    if bad := [one for one in types if not rows[one]["correct"]]:
+        sys.exit(f"{len(bad)} of {len(types)} types do not agree with transformers")
 
 
 if __name__ == "__main__":

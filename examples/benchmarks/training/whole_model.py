@@ -228,10 +228,9 @@ class Training:
         self.contender, self.micro_batches, self.losses = contender, micro_batches, []
         self.batches = models.random_batches(model.config.vocab_size, case.sequences, case.sequence)
         initialize = ds_mxfp8_moe.initialize if contender in SECTIONS else deepspeed.initialize
-        with models.named_recorders():  # as in models.engine_of
-            config = engine_config(case, contender, micro_batches, graphs)
-            optimizer = changes.client_optimizer(model, case.optimizer, learning_rate(case))
-            self.engine = initialize(model=model, config=config, optimizer=optimizer)[0]
+        config = engine_config(case, contender, micro_batches, graphs)
+        optimizer = changes.client_optimizer(model, case.optimizer, learning_rate(case))
+        self.engine = initialize(model=model, config=config, optimizer=optimizer)[0]
         if case.compiled:
             self.engine.compile()
 
