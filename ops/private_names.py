@@ -14,7 +14,8 @@ used is one string, with a space after each name:
     .name               an attribute that instances get
     name(a, b)          a function with exactly these parameters, since the package overrides it or calls it by place
     name(a, b, ...)     a function that has at least these parameters, in this order
-    name#0123abcd       a function or a class whose source has a SHA-256 that begins so, since the package rewrites what it does
+    name#0123abcd       a function or a class whose source has a SHA-256 that begins so, since the package
+                        rewrites what it does
 
 The features "kernels", "recordings" and "nvlink" do not ask here, since they decide by themselves: a kernel that does
 not compile and an exchange that fails are left out by a check at first use, and an unknown launcher by its release.
@@ -224,9 +225,8 @@ NAMES = tuple(Row(*row) for row in (
     ("metrics", "deepspeed.monitor.monitor:MonitorMaster", "write_events(self, event_list) .enabled"),
 
     ("saving", _ENGINE,
-     "_raise_if_autoep_zero3_consolidated_export(self, operation) _zero3_consolidated_16bit_state_dict "
-     "autotp_size module_state_dict save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters) "
-     "zero_gather_16bit_weights_on_model_save(self)"),
+     "_zero3_consolidated_16bit_state_dict autotp_size "
+     "save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)"),
     ("saving", "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3", "checkpoint_event_epilogue(self)"),
     ("saving", "transformers.core_model_loading", "._weight_conversions"),
     ("saving by Trainer and Accelerate", "accelerate.accelerator:Accelerator",

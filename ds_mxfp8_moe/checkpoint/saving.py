@@ -29,7 +29,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from ..layers.adapters import has_adapters, is_peft, saves_adapters
 from ..layers.experts import expert_blocks
 from ..layers.frozen_experts import WEIGHTS, frozen_layers
-from ..layers.patches import lent, wrap
+from ..layers.patches import wrap
 from ..layers.say import say_if_missing
 from ..transport.agreement import check_same_arguments
 from ..transport.deadline import tell_peers_on_error
@@ -78,9 +78,7 @@ def save_whole_models(engine: DeepSpeedEngine) -> None:
         vars(engine.module)[MARK] = True
     if not spread or not by_libraries:
         return
-    # What Accelerate and the Trainer ask an engine in ZeRO-3. DeepSpeed itself refuses it for AutoEP.
-    wrap(engine, "zero_gather_16bit_weights_on_model_save", lambda plain: True)
-    wrap(engine, "_raise_if_autoep_zero3_consolidated_export", lambda plain, operation: None)
+    # What the Trainer asks an engine in ZeRO-3. DeepSpeed itself refuses it for AutoEP.
     wrap(engine, "_zero3_consolidated_16bit_state_dict",
          lambda plain, exclude_frozen_parameters=False: _state_dict(engine, exclude_frozen_parameters))
     if modeling:
@@ -133,10 +131,11 @@ def _staged_by_all(engine: DeepSpeedEngine, call: str, directory: str | os.PathL
 def _save_16bit_model(engine: DeepSpeedEngine, plain: Callable, save_dir: str | os.PathLike,
                       save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False) -> bool:
     _refuse_adapters(engine, "save_16bit_model")
-    # What it writes in ZeRO-0 to 2. In ZeRO-3 it asks for _zero3_consolidated_16bit_state_dict.
-    with (lent(engine, "module_state_dict", functools.partial(_state_dict, engine)),
-          _staged_by_all(engine, "save_16bit_model", save_dir) as folder):
-        return plain(folder, save_filename, exclude_frozen_parameters)
+    with _staged_by_all(engine, "save_16bit_model", save_dir) as folder:
+        state = _state_dict(engine, exclude_frozen_parameters)
+        if state is not None:
+            engine.checkpoint_engine.save(state, os.path.join(folder, save_filename))
+    return True
 
 
 def _get_state_dict(plain: Callable, accelerator: Any, model: torch.nn.Module, *args, **kwargs) -> dict | None:
