@@ -175,7 +175,7 @@ def measure(model_type: str, losses_alone: bool) -> dict[str, Any]:
             with redirect_stdout(printed), redirect_stderr(io.StringIO()):
                 row.update(call())
         except Exception as error:
-            failure = f"{name}: {type(error).__name__}: {error}"
+            failure = f"{name}: {type(error).__name__}: {error}"[:500]
         if whole := re.search("as transformers computes them: (.*)", printed.getvalue()):
             row["whole"] = whole[1]
         failures: list = [None] * dist.get_world_size()
@@ -217,8 +217,8 @@ def measure(model_type: str, losses_alone: bool) -> dict[str, Any]:
     engines: dict[str, tuple] = {}
     if attempt("plain", plain) and attempt("bf16", lambda: ours("bf16")):
         engines.pop("bf16")[0].destroy()
-        if not row["bf16"] <= BARS["bf16"]:
-            attempt("float32", in_float32)
+    if not row.get("bf16", 1) <= BARS["bf16"]:
+        attempt("float32", in_float32)
     if row.get("converted", "0")[0] != "0":
         if attempt("mxfp8", lambda: ours("mxfp8")) and not losses_alone:
             attempt("replay", lambda: {"replay": replayed(*engines["mxfp8"])})
@@ -240,10 +240,10 @@ def judged(row: dict[str, Any]) -> dict[str, Any]:
             row["reason"] = f"{layers - count} layers stay transformers' own: {row.get('whole', 'no line says why')}"
         elif far:
             row["reason"] = f"farther from transformers than {' and '.join(far)} may be"
-            if "float32" in row:
-                row["reason"] += f"; in float32, the losses differ by {row['float32']:.1e}"
         elif not row.get("replay", True):
             row["reason"] = "a replay gives another loss"
+    if "float32" in row:
+        row["reason"] += f"; in float32, the losses differ by {row['float32']:.1e}"
     return {**row, "correct": "reason" not in row}
 
 
@@ -315,7 +315,7 @@ def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
             return "same bits" if value else "differs"
         if isinstance(value, float):
             return f"{value:.2f}" if key in ("first", "last") else f"{value:.2%}"
-        return re.sub(r"\s+", " ", value).replace("|", "/")[:160]
+        return textwrap.shorten(value.replace("|", "/"), 200)
 
     return [[cell(row, key) for key in HEADERS] for row in rows]
 
@@ -348,8 +348,8 @@ def page() -> str:
     lines = ["# Architectures"]
     for paragraph in about:
         lines += ["", textwrap.fill(paragraph, 119, break_on_hyphens=False)]
-    rows = cells([{**row["case"], **row} for row in result["rows"]])
-    return "\n".join([*lines, "", tabulate(rows, HEADERS.values(), tablefmt="pipe", disable_numparse=True)]) + "\n"
+    rows = [HEADERS.values(), [":---"] * len(HEADERS), *cells([{**row["case"], **row} for row in result["rows"]])]
+    return "\n".join([*lines, "", *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
 
 
 def main() -> None:
