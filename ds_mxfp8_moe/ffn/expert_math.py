@@ -208,7 +208,7 @@ class ExpertMath:
         x_PH, weight_P = given
         given.clear()
         x_PH = self.quantized(x_PH)
-        pre_PG = self.product(x_PH, "up")
+        pre_PG = self.adapted(self.gemm(x_PH, "up"), x_PH, "up")
         if not backward:
             x_PH = None
         if self.formula.kind == "linear":
@@ -219,7 +219,7 @@ class ExpertMath:
         keep = backward and self.recipe.quantize_gemm and self.recipe.preactivation == "mxfp8"
         h_PF, kept_PG = activate(pre_PG, weight_P, quantized=self.recipe.quantize_gemm, keep=keep, **self.activation())
         pre_PG = kept_PG if keep else pre_PG if backward else None
-        y_PH = self.product(h_PF, "down")
+        y_PH = self.adapted(self.gemm(h_PF, "down"), h_PF, "down")
         if self.down_bias_EH is not None:
             y_PH = add_weighted_bias(y_PH, self.down_bias_EH, weight_P, self.plan.group_ends_E)
         return {"y_PH": y_PH, "x_PH": x_PH, "pre_PG": pre_PG, "h_PF": h_PF, "weight_P": weight_P}
@@ -332,9 +332,8 @@ class ExpertMath:
             grads["up_bias"] = self.group_sums(weighted_g).to(self.dtypes["up_bias"])
         return grads, combine_grad(t_PH * rows.weight_P.unsqueeze(1), weight_P=dweight_P).result()
 
-    def product(self, x_PK: torch.Tensor, name: str) -> torch.Tensor:
-        """The result [P, N] of the GEMM of this name, with its adapter, if it has one. `x_PK`: from `quantized`."""
-        y_PN = self.gemm(x_PK, name)
+    def adapted(self, y_PN: torch.Tensor, x_PK: torch.Tensor, name: str) -> torch.Tensor:
+        """The result of the GEMM of this name with what its adapter adds, in place, if it has one."""
         if name not in self.adapters:
             return y_PN
         (a_ERK, b_ENR), ends_E = self.adapters[name], self.plan.group_ends_E

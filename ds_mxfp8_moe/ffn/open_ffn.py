@@ -177,7 +177,7 @@ class _GroupedGEMM(torch.autograd.Function):
         kept, kinds = taken_apart([x_PK if adapted or any(ctx.needs_input_grad[5:]) else None])
         ctx.ffn, ctx.call = call.ffn, (call, name, layout, adapted, kinds)
         ctx.save_for_backward(*tensors, *kept)
-        return experts.product(x_PK, name)
+        return experts.adapted(experts.gemm(x_PK, name), x_PK, name)
 
     @staticmethod
     @backward_of_call
