@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """MXFP8 expert parallelism for DeepSpeed: switched on by the section "mxfp8_moe" of the DeepSpeed config."""
 
-from .ops.private_names import line_about, missing
+from .ops.private_names import importing
 
-if missing("import") is None:
+with importing():
     from .checkpoint.exporting import export_weights
     from .checkpoint.from_pretrained import from_pretrained
     from .checkpoint.pretrained import save_pretrained
@@ -16,15 +16,7 @@ if missing("import") is None:
     from .layers.recognise import register_expert
     from .layers.registries import register
     from .transport.deadline import PeerFailure
-else:
-    from .plain import convert, enable, initialize
 
 __all__ = ["ConfigError", "ConversionReport", "MXFP8MoEConfig", "MoE", "PeerFailure", "convert", "enable",
            "export_weights", "from_pretrained", "initialize", "padded_routes", "record_routes", "register",
            "register_expert", "replay_routes", "save_pretrained"]
-
-
-def __getattr__(name: str):
-    if name in __all__:  # not imported above
-        raise ImportError(f"{line_about('import')}. So there is no ds_mxfp8_moe.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

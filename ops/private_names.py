@@ -4,8 +4,8 @@
     missing("metrics")    # None: all names of this feature are there. Else what is not
 
 A release may take a name away or give a function other parameters. Then the package leaves the feature out, and one
-start-up line says so. The rest goes on. The names of the feature "import" are those without which no layer can be
-converted: then ds_mxfp8_moe.initialize is DeepSpeed's own.
+start-up line says so. The rest goes on. Without the names of the feature "import", the package cannot be imported, and
+the ImportError says so. Names without an underscore that the package imports at its start need no row for that.
 
 A row of NAMES has a feature, a place, and what is used there. The place is a module, or a module and a class. What is
 used is one string, with a space after each name:
@@ -27,6 +27,8 @@ import importlib.util
 import inspect
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from hashlib import sha256
 from typing import Any, NamedTuple
@@ -37,7 +39,7 @@ SINCE = {"deepspeed": "0.19.8", "transformers": "5.17.0", "peft": "0.21.2", "acc
 
 # What a user loses without a feature.
 FEATURES = {
-    "import": "this is plain DeepSpeed",
+    "import": "ds_mxfp8_moe cannot be imported",
     "classic layers": "classic MoE layers run DeepSpeed's own path",
     "stacked experts": "experts of transformers run DeepSpeed's AutoEP",
     "LoRA on experts": "PEFT's adapters on experts are not taken over",
@@ -82,33 +84,7 @@ class Row(NamedTuple):
 
 
 NAMES = tuple(Row(*row) for row in (
-    ("import", "deepspeed", "initialize"),
-    ("import", "deepspeed.checkpoint.constants", "FROZEN_PARAM_FRAGMENTS PARAM"),
-    ("import", "deepspeed.module_inject.auto_ep_config", "AutoEPConfig"),
-    ("import", "deepspeed.module_inject.auto_ep_layer", "AutoEPMoELayer ReplacementSourceMap"),
-    ("import", "deepspeed.module_inject.auto_ep", "AutoEP"),
-    ("import", "deepspeed.checkpoint", "autoep_affine constants"),
-    ("import", "deepspeed.moe", "sharded_moe"),
-    ("import", "deepspeed.moe.experts", "Experts"),
-    ("import", "deepspeed.moe.layer", "MoE"),
-    ("import", "deepspeed.moe.mappings", "drop_tokens(input_, dim, ...) gather_tokens(input_, dim, ...)"),
-    ("import", "deepspeed.moe.sharded_moe",
-     "FIRST_ALLTOALL_TIMER MOELayer MOE_TIMER SECOND_ALLTOALL_TIMER TopKGate"),
-    ("import", "deepspeed.moe.utils",
-     "is_moe_param is_moe_param_group split_params_into_different_moe_groups_for_optimizer"),
-    ("import", "deepspeed.ops.adam", "FusedAdam"),
-    ("import", "deepspeed.ops.op_builder.builder", "CUDAOpBuilder"),
-    ("import", "deepspeed.runtime.checkpoint_engine", "TorchCheckpointEngine"),
-    ("import", "deepspeed.runtime.config_utils", "DeepSpeedConfigModel"),
-    ("import", "deepspeed.runtime.engine", "DeepSpeedEngine"),
-    ("import", "deepspeed.runtime.fp16.unfused_optimizer", "FP16_UnfusedOptimizer"),
-    ("import", "deepspeed.runtime.pipe.engine", "PipelineEngine"),
-    ("import", "deepspeed.runtime.tensor_parallel.init_utils", "load_ds_config(config, ...)"),
-    ("import", "deepspeed.runtime.zero.utils", "ZERO_SUPPORTED_OPTIMIZERS"),
-    ("import", "deepspeed.utils", "groups"),
-    ("import", "deepspeed.utils.bwc", "bwc_tensor_model_parallel_world_size"),
-    ("import", "deepspeed.utils.logging", "warning_once"),
-    ("import", _ENGINE, "__init__ ._config .module"),
+    ("import", _ENGINE, "._config"),
     ("import", "deepspeed.runtime.config:DeepSpeedConfig", "._param_dict"),
     ("import", "torch:Tensor", "_make_wrapper_subclass"),
     ("import", "torch._ops:OpOverload", "._schema"),
@@ -130,6 +106,7 @@ NAMES = tuple(Row(*row) for row in (
     ("classic layers", "deepspeed.moe.sharded_moe:TopKGate",
      "forward(self, input, used_token, ...) .drop_tokens .k .min_capacity .wg"),
     ("classic layers", "deepspeed.moe.experts:Experts", ".deepspeed_experts"),
+    ("classic layers", "deepspeed.moe.mappings", "drop_tokens(input_, dim, ...) gather_tokens(input_, dim, ...)"),
     ("classic layers", "torch.nn:Module",
      "._backward_hooks ._backward_pre_hooks ._forward_hooks ._forward_pre_hooks ._modules ._parameters"),
     ("classic layers", "deepspeed.utils.groups", "_get_expert_model_parallel_world_size mpu"),
@@ -257,9 +234,6 @@ NAMES = tuple(Row(*row) for row in (
     ("advice on speed", _ENGINE, ".basic_optimizer"),
     ("advice on speed", "transformers.configuration_utils:PreTrainedConfig", "_attn_implementation"),
     ("advice on speed", "transformers.modeling_utils:PreTrainedModel", "_supports_flex_attn _supports_sdpa"),
-    # How DeepSpeed chooses experts, which gating.py does in its place.
-    ("router replay", "deepspeed.moe.sharded_moe",
-     "torch top1gating#8d4e9a50 top2gating#d8b2b1ab topkgating#ff50d8a1"),
     ("router replay", "torch._C", "_current_autograd_node"),
     ("router replay", "torch.autograd.graph:Node", "_sequence_nr"),
 
@@ -300,10 +274,27 @@ def missing(feature: str) -> str | None:
         if row.feature == feature:
             imported = row.place.partition(":")[0] in sys.modules
             if gone := _absent(row) if imported else absent(row):
-                library = re.match(r"\w+", row.place)[0]
-                return (f"{library} {importlib.metadata.version(library)} {gone} (the package was made for "
-                        f"{library} {SINCE[library]})")
+                return _with_releases(re.match(r"\w+", row.place)[0], gone)
     return None
+
+
+def _with_releases(library: str, gone: str) -> str:
+    return (f"{library} {importlib.metadata.version(library)} {gone} (the package was made for {library} "
+            f"{SINCE[library]})")
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Goes around the package's imports. If another library lacks what they need, the error names its release."""
+    try:
+        yield
+    except ImportError as error:
+        library = (error.name or "").partition(".")[0]
+        if library not in SINCE or importlib.util.find_spec(library) is None:
+            raise
+        raise ImportError(f"{FEATURES['import']}: {_with_releases(library, f'does not fit: {error}')}") from error
+    if gone := missing("import"):
+        raise ImportError(f"{FEATURES['import']}: {gone}")
 
 
 def line_about(feature: str) -> str:

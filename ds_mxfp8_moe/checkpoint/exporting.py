@@ -17,7 +17,7 @@ import torch
 
 from ..compute import casts
 from ..compute.block_fp8 import Rounding, to_block_fp8
-from ..compute.formula import LowRank, gate_then_up
+from ..compute.formula import LowRank
 from ..compute.merging import KeptShare, merge, merge_as_tiles, merge_update, product, seeds_of
 from ..compute.mx import TILE, MXTensor
 from ..layers.adapters import unmerged_adapters, whole_low_rank
@@ -232,16 +232,13 @@ class _Experts:
         for role, adapter in self.adapters.items():
             if role in self.local:
                 self.gather.measure(self._unmerged(role, one), self._merged(role, one), adapter)
-        if not self.fp8 or self.adapters or recipe and recipe.block_size == TILE and not self.stack.in_turn:
+        if not self.fp8 or self.adapters or recipe and recipe.block_size == TILE:
             return
         for role, w_LNK in self.local.items():
             trained = _plain(w_LNK[one])
             if recipe is not None and not isinstance(w_LNK, MXTensor):
-                order = torch.arange(trained.shape[1], device=trained.device)
-                if role in self.stack.in_turn:
-                    order = gate_then_up(order, dim=0)
-                mx = casts.quantize_weights([trained[:, order]], recipe.block_size, recipe.scaling_mode)
-                trained = casts.dequantize(mx, torch.float32)[:, order.argsort()]
+                mx = casts.quantize_weights([trained], recipe.block_size, recipe.scaling_mode)
+                trained = casts.dequantize(mx, torch.float32)
             rounding.add(trained.float(), self._unmerged(role, one))
 
     def _named(self, received: list[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:

@@ -18,7 +18,6 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ..compute.block_fp8 import rows_of
-from ..compute.formula import IN_TURN
 from ..config import Recipe
 from ..layers.adapters import adapted_weights, is_peft, merged_name
 from ..layers.classic import MXFP8MOELayer
@@ -53,7 +52,6 @@ class ExpertStack:
         names: role -> the name of each expert's matrix, for all experts of the layer.
         own_names: of `weights`, in the engine's model.
         recipe: with which the layer computes. None: it is not converted, or always computes in bf16.
-        in_turn: roles of weights in which rows of gate and up take turns. Training casts one half above the other.
     """
 
     layer: Any
@@ -61,7 +59,6 @@ class ExpertStack:
     names: dict[str, list[str]]
     own_names: list[str]
     recipe: Recipe | None
-    in_turn: tuple[str, ...] = ()
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
@@ -184,8 +181,7 @@ def _classic_stacks(model: torch.nn.Module) -> list[ExpertStack]:
                   for role, parameter in roles.items()}
         stacks.append(ExpertStack(
             layer, {role: [one.get_parameter(parameter) for one in experts] for role, parameter in roles.items()},
-            of_all, [one for names in of_all.values() for one in names[:layer.num_local_experts]], _recipe(layer),
-            ("up", ) if formula.packed.endswith(IN_TURN) else ()))
+            of_all, [one for names in of_all.values() for one in names[:layer.num_local_experts]], _recipe(layer)))
     return stacks
 
 

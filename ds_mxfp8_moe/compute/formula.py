@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an expert module computes: the formulas, and the roles of an expert's parameters in them.
 
-A user's expert is any nn.Module. It may take the MXFP8 path only if it computes one of three formulas on each row x,
+A user's expert is any nn.Module. It may take the MXFP8 path only if it computes one of two formulas on each row x,
 
-    linear   y = x W^T + b
     mlp      y = act(x W1^T + b1) W2^T + b2
     gated    y = (act(x Wg^T + bg) * up(x Wu^T + bu)) W2^T + b2     Wg and Wu apart, or packed into one [2F, H] weight
 
@@ -51,7 +50,7 @@ class Activation(NamedTuple):
     """act and up of a formula.
 
     Attributes:
-        name: a key of ACTIVATIONS; None for kind linear.
+        name: a key of ACTIVATIONS; None where the experts' own function is called.
         alpha: the factor inside the sigmoid of swiglu_oai; None for other activations.
         limit: where gate and up are clamped; None without a clamp.
     """
@@ -79,8 +78,7 @@ class Activation(NamedTuple):
 
 
 SWIGLU_OAI = Activation("swiglu_oai", 1.702, 7.0)  # gpt-oss'
-IN_TURN = "_in_turn"
-PACKED = ("gate_up", "up_gate", f"gate_up{IN_TURN}", f"up_gate{IN_TURN}")
+PACKED = ("gate_up", "up_gate")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -93,17 +91,15 @@ class ExpertFormula:
     """What each expert of a layer computes, and which of its parameters plays which role.
 
     Attributes:
-        kind: "linear", "mlp" or "gated". The formulas are at the top of this file.
-        activation: "relu", "relu_squared", "gelu", "gelu_tanh", "silu", "swiglu_oai" (kind gated), or None for kind
-            linear and where the experts' own function is called.
+        kind: "mlp" or "gated". The formulas are at the top of this file.
+        activation: "relu", "relu_squared", "gelu", "gelu_tanh", "silu", "swiglu_oai" (kind gated), or None where the
+            experts' own function is called.
         hidden_size: H, width of input and output.
-        ffn_size: F, width between the projections; H for kind linear.
-        gate, up, down: dotted names, inside one expert, of the weights [F, H], [F, H], [H, F]. A linear expert has
-            only `up` [H, H]; an mlp has no `gate`, or the halves of its rows, [F / 2, H], as `gate` and `up`; a packed
-            one has [2F, H] in `up` and no `gate`.
+        ffn_size: F, width between the projections.
+        gate, up, down: dotted names, inside one expert, of the weights [F, H], [F, H], [H, F]. An mlp has no `gate`,
+            or the halves of its rows, [F / 2, H], as `gate` and `up`; a packed one has [2F, H] in `up` and no `gate`.
         gate_bias, up_bias, down_bias: names of the biases [F], [F] (packed: [2F]), [H].
-        packed: "none", or the order of the halves of a packed `up`: "gate_up" or "up_gate". With the ending
-            "_in_turn", its rows take turns instead, first one of gate and then one of up, or the reverse.
+        packed: "none", or the order of the halves of a packed `up`: "gate_up" or "up_gate".
         alpha, limit: constants of the activation, see Activation.
     """
 
@@ -129,15 +125,6 @@ class ExpertFormula:
     def with_act(self, act: Activation) -> "ExpertFormula":
         """This formula with another activation."""
         return replace(self, activation=act.name, alpha=act.alpha, limit=act.limit)
-
-    @property
-    def in_turn(self) -> bool:
-        """Whether rows of gate and up take turns in a packed `up`."""
-        return self.packed.endswith(IN_TURN)
-
-    def halved(self) -> "ExpertFormula":
-        """The formula for the tensors that `ExpertWeights` returns, whose rows of gate and up do not take turns."""
-        return replace(self, packed=self.packed.removesuffix(IN_TURN)) if self.in_turn else self
 
     def names(self) -> dict[str, str]:
         """Role -> parameter name, for each of ROLES that this formula has."""
@@ -187,19 +174,14 @@ def evaluate(formula: ExpertFormula, x: torch.Tensor, params: Mapping[str, torch
     def project(role: str, rows: torch.Tensor) -> torch.Tensor:
         return F.linear(rows, value[role], value.get(f"{role}_bias"))
 
-    up = project("up", x)
-    if formula.kind == "linear":
-        return up
-    act = formula.act
+    act, up = formula.act, project("up", x)
     if formula.kind == "mlp":
-        hidden = act.of_gate(up)
-    elif formula.packed == "none":
-        hidden = act.of_gate(project("gate", x)) * act.of_up(up)
+        return project("down", act.of_gate(up))
+    if formula.packed == "none":
+        gate = project("gate", x)
     else:
-        first, second = (up[..., 0::2], up[..., 1::2]) if formula.in_turn else up.chunk(2, dim=-1)
-        gate, up = (first, second) if formula.packed.startswith("gate_up") else (second, first)
-        hidden = act.of_gate(gate) * act.of_up(up)
-    return project("down", hidden)
+        gate, up = up.chunk(2, dim=-1)[::1 if formula.packed == "gate_up" else -1]
+    return project("down", act.of_gate(gate) * act.of_up(up))
 
 
 class ExpertWeights:
@@ -209,19 +191,14 @@ class ExpertWeights:
         places = {role: name.rpartition(".") for role, name in formula.names().items()}
         self._places = {role: [(expert.get_submodule(path), name) for expert in experts]
                         for role, (path, _, name) in places.items()}
-        self._in_turn = {"up", "up_bias"} & places.keys() if formula.in_turn else ()
 
-    def current(self) -> dict[str, list[torch.Tensor] | torch.Tensor]:
+    def current(self) -> dict[str, list[torch.Tensor]]:
         """For each role one tensor per expert, in their order.
 
-        They are parameters, or the tensors that torch.func.functional_call has put in their places. Where rows of gate
-        and up take turns in `up`, it and its bias are copies for all experts in one tensor, in the order of `halved`.
+        They are parameters, or the tensors that torch.func.functional_call has put in their places.
         """
         # By attributes, nn.Module.__getattr__ would take 25 times as long: 250 us for 64 gated experts.
-        found = {role: [module._parameters[name] for module, name in places] for role, places in self._places.items()}
-        for role in self._in_turn:
-            found[role] = gate_then_up(torch.stack(found[role]), dim=1)
-        return found
+        return {role: [module._parameters[name] for module, name in places] for role, places in self._places.items()}
 
     @property
     def dtype(self) -> torch.dtype:

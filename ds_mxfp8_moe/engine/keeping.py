@@ -52,10 +52,9 @@ def keep_quantized_weights(engine: DeepSpeedEngine, config: MXFP8MoEConfig, conv
         if asked:
             print_on_rank_0(f'mxfp8_moe: "keep_quantized_weights" has no effect: {obstacle}')
         return
-    # Layers that hold frozen experts in MXFP8 cast nothing. Rows that take turns are copied in every call, and
-    # KeptWeights keeps the casts of parameters alone.
-    layers = [layer for layer in layers if layer.mxfp8_settings.recipe.quantize_gemm
-              and frozen_of(layer.experts) is None and not layer.mxfp8_settings.formula.in_turn]
+    # Layers that hold frozen experts in MXFP8 cast nothing.
+    layers = [layer for layer in layers
+              if layer.mxfp8_settings.recipe.quantize_gemm and frozen_of(layer.experts) is None]
     if asked:
         _keep(engine, layers)
     else:

@@ -3,7 +3,7 @@
 
 A rollout engine and a trainer choose experts separately, and disagree for some tokens. With replay, the trainer takes
 the rollout's choice. Nothing else is replayed: the scores follow from the tokens by the model's own rule, at the
-experts that were chosen, so the router has gradients.
+experts that were chosen, so the router has gradients. This is for blocks of transformers, not for classic layers.
 
     with ds_mxfp8_moe.replay_routes(engine, routes):    # [B, S, L, K]
         engine.backward(engine(**batch).loss)
@@ -20,11 +20,9 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.sharded_moe import MOELayer
-from deepspeed.pipe import PipelineModule
 
 from ..layers.choices import top_k_of
-from ..layers.classic import MXFP8MOELayer
-from ..layers.experts import ExpertBlock
+from ..layers.experts import ExpertBlock, MXFP8Experts
 from ..layers.routes import Given, LayerRoutes, ModelRoutes, RecordedRoutes, routes_of
 from ..ops.private_names import missing
 from ..transport.deadline import answers_of_all, failure_in_world, tell_peers, tell_peers_on_error
@@ -37,8 +35,7 @@ def record_routes(engine: torch.nn.Module) -> Iterator[RecordedRoutes]:
     """Records which experts each token goes to, in all forwards of a model inside the `with`.
 
     Recomputations by activation checkpointing record nothing. They choose what their forward chose. Each rank records
-    its own tokens, without communication, and the host waits for nothing. Only the stages of a pipeline agree when the
-    `with` begins that all of them can record.
+    its own tokens, without communication, and the host waits for nothing.
 
     Args:
         engine: a DeepSpeed engine, or a model with converted layers.
@@ -131,55 +128,49 @@ def padded_routes(routes: Sequence, attention_mask: torch.Tensor) -> torch.Tenso
 
 
 @tell_peers_on_error
-def _prepared(engine: torch.nn.Module, name: str) -> tuple[list, list[torch.nn.Module], ModelRoutes]:
-    """The layers of a model, the modules that contain all of them, and the model's state. Raises RuntimeError if its
+def _prepared(engine: torch.nn.Module, name: str) -> tuple[list[MXFP8Experts], list[torch.nn.Module], ModelRoutes]:
+    """The experts of a model, the modules that contain all of them, and the model's state. Raises RuntimeError if its
     routes cannot be recorded or replayed.
 
-    Before a replay and for pipelines, this is collective, and raises on every rank if it does on any.
+    Before a replay, this is collective, and raises on every rank if it does on any.
     """
     model = model_of(engine)
     state, modules = routes_of(model, make=True), dict(model.named_modules())
     of_moe = {path: module for path, module in modules.items() if isinstance(module, (MOELayer, AutoEPMoELayer))}
-    layers = {path: layer for path, layer in of_moe.items() if isinstance(layer, (MXFP8MOELayer, ExpertBlock))}
-    failure = _refusal(of_moe, layers)
+    failure = _refusal(of_moe)
     if (state.recorded if name == "record_routes" else state.replayed) is not None:
         failure = "this model is inside another `with` of it already"
-    if name == "replay_routes" or isinstance(model, PipelineModule):  # whose stages have different layers
+    if name == "replay_routes":
         failure = failure_in_world(failure, CHECK)
     if failure:
         raise RuntimeError(f"{name}: {failure}")
     if not hasattr(engine_of(engine), "_mxfp8_metrics") or missing("steps"):  # no hooks.py: nothing tells of steps
         state.forget()
-    around = _around(modules, layers)
-    for index, (path, layer) in enumerate(layers.items()):
-        if isinstance(layer, ExpertBlock):
-            top_k, layer.mxfp8_chooses = top_k_of(layer), True
-            layers[path] = layer = layer.experts
-        else:
-            top_k = layer.gate.k
-        layer.mxfp8_routes = LayerRoutes(layer.mxfp8_settings.name, index, top_k, state)
-    return [*layers.values()], around, state
+    for index, block in enumerate(of_moe.values()):
+        block.mxfp8_chooses = True
+        block.experts.mxfp8_routes = LayerRoutes(block.mxfp8_settings.name, index, top_k_of(block), state)
+    return [block.experts for block in of_moe.values()], _around(modules, of_moe), state
 
 
-def _refusal(of_moe: dict, layers: dict) -> str | None:
+def _refusal(of_moe: dict[str, torch.nn.Module]) -> str | None:
     """Why routes of this model can be neither recorded nor replayed. None: they can."""
     if gone := missing("router replay"):
         return f"not supported: {gone}"
-    if not layers:
+    if not of_moe:
         return ('the model has no layers that ds_mxfp8_moe converted. Enable "mxfp8_moe" in its config, and read the '
-                "start-up lines about the layers. Each stage of a pipeline needs such a layer")
+                "start-up lines about the layers")
     reasons = ((path, _obstacle(module)) for path, module in of_moe.items())
     return next((f"not supported for {path}: {reason}" for path, reason in reasons if reason), None)
 
 
 def _obstacle(module: torch.nn.Module) -> str | None:
     """Why routes of this MoE layer can be neither recorded nor replayed. None: they can."""
-    if isinstance(module, ExpertBlock):
-        if "forward" in vars(module):
-            return "its forward method is replaced on the instance"
-        module = module.experts
-    elif not isinstance(module, MXFP8MOELayer):
+    if isinstance(module, MOELayer):
+        return "it is a classic layer of DeepSpeed, and only MoE blocks of transformers record and replay routes"
+    if not isinstance(module, ExpertBlock):
         return "it runs DeepSpeed's own path: the start-up lines say why"
+    if "forward" in vars(module):
+        return "its forward method is replaced on the instance"
     if module.mxfp8_settings.config.force_load_balance:
         return '"force_load_balance" chooses the experts'
     return None
@@ -208,7 +199,7 @@ def _around(modules: dict[str, torch.nn.Module], paths: Iterable[str]) -> list[t
     return [modules[name] for name in names]
 
 
-def _checked(layers: list, routes: Any) -> list[Given]:
+def _checked(layers: list[MXFP8Experts], routes: Any) -> list[Given]:
     """The routes of each forward. Collective: raises ValueError on every rank if they are wrong on any rank."""
     given, failure = [], None
     try:
@@ -226,7 +217,7 @@ def _checked(layers: list, routes: Any) -> list[Given]:
     return given
 
 
-def _given(layers: list, routes: Any) -> Given:
+def _given(layers: list[MXFP8Experts], routes: Any) -> Given:
     """The routes of one forward. Raises ValueError if they are wrong. The host reads them once, as its last step."""
     routes = torch.as_tensor(routes)
     top_k_L = [layer.mxfp8_routes.top_k or routes.shape[-1] for layer in layers]

@@ -130,9 +130,7 @@ def kinds_of(layers: Iterable[MXFP8MOELayer | MXFP8Experts]) -> set[Kind]:
 
 def small(formula: ExpertFormula) -> ExpertFormula:
     """The formula with the sizes of the check and without names."""
-    formula = formula.halved()
-    ffn = HIDDEN if formula.kind == "linear" else FFN
-    return replace(formula, hidden_size=HIDDEN, ffn_size=ffn, **{role: role for role in formula.names()})
+    return replace(formula, hidden_size=HIDDEN, ffn_size=FFN, **{role: role for role in formula.names()})
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:

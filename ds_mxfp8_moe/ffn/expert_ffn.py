@@ -11,7 +11,7 @@ groups padded to 128 rows with zeros.
                dpre_PG = t w act'(pre)       dx_PH = dpre_PG W1          dx_TH, dw_TK = combine(dx_PH, dw_P)
 
 In code, dw is `dweight`. The routing weight acts inside the activation. Combine therefore adds plain rows, and the
-gradient travels unweighted, one copy to each rank. An expert of one Linear layer weights its output rows instead.
+gradient travels unweighted, one copy to each rank.
 
 Backward needs x_PH and h_PF, which are kept in MXFP8, and pre_PG, which is kept in MXFP8 or in the tokens' dtype
 (`recipe.preactivation`). The experts' weights are not copied: backward quantises them again. With `ExpertFFN.kept`,
@@ -30,7 +30,6 @@ The weight gradients dW1 = dpre^T x and dW2 = g^T h contract over rows. Their op
     g that came as MXFP8      dequantised MXFP8       MXFP8 re-scaled along the rows
     g that came unquantised   as it came              quantised along the rows (*)
     dpre                      in the tokens' dtype    quantised along the rows (*)
-    w * g of a linear expert  in the tokens' dtype    quantised along the rows (*)
 
 (*) On Hopper, with blocks of 128: quantised as dgrad reads it, then re-scaled along the rows.
 

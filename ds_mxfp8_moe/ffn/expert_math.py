@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from ..compute import casts
-from ..compute.activation import activate, activate_backward, add_weighted_bias, bias_rows, group_sums
+from ..compute.activation import activate, activate_backward, add_weighted_bias, group_sums
 from ..compute.executor import replayed
 from ..compute.formula import ExpertFormula, LowRank
 from ..compute.grouped_gemm import (
@@ -45,14 +45,14 @@ class Rows(NamedTuple):
     Attributes:
         x_PH: the tokens. None if no backward follows.
         pre_PG: the pre-activation: an MXTensor [P, G / F, F], or the result of the first GEMM. None if no backward
-            follows. Empty for a linear expert.
-        h_PF: the operand of the second GEMM. Empty for a linear expert.
+            follows.
+        h_PF: the operand of the second GEMM.
         weight_P: float32, the routing weights.
     """
 
     x_PH: torch.Tensor | None
     pre_PG: torch.Tensor | None
-    h_PF: torch.Tensor | None
+    h_PF: torch.Tensor
     weight_P: torch.Tensor
 
 
@@ -211,11 +211,6 @@ class ExpertMath:
         pre_PG = self.adapted(self.gemm(x_PH, "up"), x_PH, "up")
         if not backward:
             x_PH = None
-        if self.formula.kind == "linear":
-            if self.up_bias_EG is not None:
-                pre_PG = (pre_PG + self.bias_rows(self.up_bias_EG)).to(pre_PG.dtype)
-            return {"y_PH": pre_PG.float() * weight_P.unsqueeze(1), "x_PH": x_PH, "pre_PG": pre_PG.new_empty(0),
-                    "h_PF": pre_PG.new_empty(0), "weight_P": weight_P}
         keep = backward and self.recipe.quantize_gemm and self.recipe.preactivation == "mxfp8"
         h_PF, kept_PG = activate(pre_PG, weight_P, quantized=self.recipe.quantize_gemm, keep=keep, **self.activation())
         pre_PG = kept_PG if keep else pre_PG if backward else None
@@ -241,8 +236,6 @@ class ExpertMath:
             A stacked gradient for each of these roles that is not in `sums`; and the result of `combine_grad`.
             Gradients of adapters are in `adapter_grads`.
         """
-        if self.formula.kind == "linear":
-            return self._backward_linear(dispatch_grad, combine_grad, rows, needed)
         wants_ups = not needed.isdisjoint(self.up_roles)
         how = tuple(sorted(needed))
         g_PH, _ = dispatch_grad()
@@ -315,22 +308,6 @@ class ExpertMath:
         g_rows, low_PR = given
         given.clear()
         return {"dx_PH": self._adapted_dgrad(self.gemm(g_rows, "up", transposed=True), low_PR, "up")}
-
-    def _backward_linear(self, dispatch_grad: Callable[[], tuple], combine_grad: Callable[..., Pending], rows: Rows,
-                         needed: set[str]) -> tuple[dict, tuple]:
-        grads = {}
-        g_PH, _ = dispatch_grad()
-        t_PH = self.gemm(self.quantized(g_PH), "up", transposed=True).float()
-        g_PH, x_PH = in_float32(g_PH), in_float32(rows.x_PH)
-        dweight_P = (t_PH * x_PH).sum(-1)
-        weighted_g = (g_PH * rows.weight_P.unsqueeze(1)).to(self.dtype)
-        if "up" in needed:
-            g_wgrad, columns = self._wgrad_form(weighted_g)
-            grads |= self._wgrads(["up"], g_wgrad, rows.x_PH, needed, columns)
-        if self.up_bias_EG is not None:
-            dweight_P += (g_PH * self.bias_rows(self.up_bias_EG)).sum(-1)
-            grads["up_bias"] = self.group_sums(weighted_g).to(self.dtypes["up_bias"])
-        return grads, combine_grad(t_PH * rows.weight_P.unsqueeze(1), weight_P=dweight_P).result()
 
     def adapted(self, y_PN: torch.Tensor, x_PK: torch.Tensor, name: str) -> torch.Tensor:
         """The result of the GEMM of this name with what its adapter adds, in place, if it has one."""
@@ -435,12 +412,6 @@ class ExpertMath:
         rows = self.quantized(g_PN)
         return rows, rows if self.wgrad_quantized else g_PN, False
 
-    def _wgrad_form(self, g_PN: torch.Tensor) -> tuple:
-        """The form of a gradient that only the GEMM of the weight gradient reads, and whether it is in column form."""
-        if self.reads_columns(g_PN):
-            return casts.quantize_columns(g_PN, self.recipe.block_size, self.recipe.scaling_mode), True
-        return self.quantized(g_PN) if self.wgrad_quantized else g_PN, False
-
     def reads_columns(self, g_PN: torch.Tensor) -> bool:
         """Whether the weight gradient's GEMM reads a gradient in column form, quantised along the rows."""
         return self.wgrad_quantized and not isinstance(g_PN, MXTensor) and not rescales_rows(
@@ -481,19 +452,12 @@ class ExpertMath:
         sms = multiprocessors(a_PK.device) - beside if beside else 0
         return grouped_mm_wgrad_rows(g, a_PK, self.plan.group_ends_E, dtype, mode, g_columns, sms, splits, sums)
 
-    def bias_rows(self, bias_EN: torch.Tensor) -> torch.Tensor:
-        return bias_rows(bias_EN, self.plan.group_ends_E, self.plan.num_rows)
-
     def group_sums(self, x_PN: torch.Tensor, weight_P: torch.Tensor | None = None) -> torch.Tensor:
         return group_sums(x_PN, self.plan.group_ends_E, weight_P)
 
     def activation(self) -> dict:
         formula = self.formula
-        layout = "mlp" if formula.kind != "gated" else "gate_up" if formula.packed == "none" else formula.packed
+        layout = "mlp" if formula.kind == "mlp" else "gate_up" if formula.packed == "none" else formula.packed
         return {"activation": formula.activation, "alpha": formula.alpha, "limit": formula.limit, "layout": layout,
                 "block_size": self.recipe.block_size, "scaling_mode": self.recipe.scaling_mode,
                 "bias_EG": self.up_bias_EG, "ends_E": self.plan.group_ends_E}
-
-
-def in_float32(x: torch.Tensor) -> torch.Tensor:
-    return casts.dequantize(x, torch.float32) if isinstance(x, MXTensor) else x.float()

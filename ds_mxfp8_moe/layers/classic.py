@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 from weakref import ReferenceType
 
@@ -26,10 +25,8 @@ from ..ffn.open_ffn import OpenFFN, OpenFormula
 from ..transport import Transport
 from ..transport.choose import choose
 from ..transport.deadline import deadline_for, tell_peers_on_error
-from .gating import gate_in_turn
 from .patches import lent
 from .recognise import ExpertsAtConversion
-from .routes import LayerRoutes, Turn
 from .watch import watch
 
 
@@ -86,11 +83,10 @@ class LayerSettings:
         if layer.mxfp8_samples == [] and layer.training:
             transport = watch(layer, x_TH, routes, transport, routes.counts_E() if chosen_E is None else chosen_E)
         optimizer = layer.mxfp8_sums and layer.mxfp8_sums()
-        kind, formula = (ExpertFFN, self.formula.halved()) if self.open_formula is None else (
-            OpenFFN, self.open_formula)
-        return kind(formula, self.recipe, transport, layer.num_local_experts, self.min_tokens_per_expert, self.name,
-                    timed, layer.mxfp8_kept if layer.training else None, optimizer and optimizer.sum_of,
-                    layer.training)
+        kind = ExpertFFN if self.open_formula is None else OpenFFN
+        return kind(self.open_formula or self.formula, self.recipe, transport, layer.num_local_experts,
+                    self.min_tokens_per_expert, self.name, timed, layer.mxfp8_kept if layer.training else None,
+                    optimizer and optimizer.sum_of, layer.training)
 
     def check_input(self, x: torch.Tensor, experts_dtype: torch.dtype, weights_cast: bool = False) -> None:
         """Raises ValueError or TypeError for hidden states that the layer's experts cannot take.
@@ -145,7 +141,6 @@ class MXFP8MOELayer(MOELayer):
     mxfp8_kept: KeptWeights | None = None
     mxfp8_sums: ReferenceType | None = None  # to an optimizer of engine/zero.py
     mxfp8_samples: list | None = None  # engine/metrics.py
-    mxfp8_routes: LayerRoutes | None = None
 
     @torch.compiler.disable  # layers differ too much to share what is compiled
     def forward(self, *input: torch.Tensor, branch: Branch | None = None, **kwargs) -> torch.Tensor:
@@ -159,9 +154,7 @@ class MXFP8MOELayer(MOELayer):
         self._check_input(hidden_states)
         with self._timed(MOE_TIMER, "time_moe"):
             x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
-            turn = None if self.mxfp8_routes is None else self.mxfp8_routes.turn(hidden_states.shape[:-1])
-            routes = self._route(x_TH, used_token, turn)
-            y_TH = self._compute(x_TH, routes, branch)
+            y_TH = self._compute(x_TH, self._route(x_TH, used_token), branch)
         return y_TH.reshape(hidden_states.shape)
 
     @tell_peers_on_error
@@ -177,13 +170,11 @@ class MXFP8MOELayer(MOELayer):
             raise RuntimeError(f"{settings.name}: its experts have become tensor-parallel, which this path does not "
                                "compute: convert after deepspeed.initialize, which leaves such layers as they are")
 
-    def _route(self, x_TH: torch.Tensor, used_token, turn: Turn | None) -> Routes:
-        """DeepSpeed's own gating, bit for bit; sets l_aux and exp_counts. A turn chooses in its place."""
+    def _route(self, x_TH: torch.Tensor, used_token) -> Routes:
+        """DeepSpeed's own gating, bit for bit; sets l_aux and exp_counts."""
         # Where it drops no tokens, DeepSpeed's gate reduces the capacity over the ranks.
         reduces = self.ep_size > 1 and not self.gate.drop_tokens
         call = self._call_gate_with_deadline if reduces else self._call_gate
-        if turn is not None:
-            call = partial(gate_in_turn, turn, call)
         l_aux, _, num_experts, expert_KT, _, weight_KT, exp_counts = call(x_TH, used_token)
         # A mean over no tokens is NaN. This zero still reaches the gate's weight, so that it gets a gradient.
         self.l_aux = l_aux if x_TH.shape[0] else weight_KT.sum()

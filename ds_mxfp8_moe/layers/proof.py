@@ -89,8 +89,8 @@ def _compare(expert: nn.Module, candidates: Sequence[ExpertFormula], sizes: Mapp
     error, formula = min(zip(errors, candidates, strict=True), key=itemgetter(0))
     if not error <= TOLERANCE:
         raise NotRecognised(f"the output differs from the nearest recognised formula, {formula} (relative error "
-                            f"{error:.1g}): another activation or none, a residual connection, a "
-                            "scale?")
+                            f"{error:.1g}): another activation or none, another order of rows, a residual "
+                            "connection, a scale?")
     expected = _differentiate(lambda x: evaluate(formula, x, params), params, x, upstream)
     actual = _differentiate(clone.train(), params, x, upstream)
     for name, value in expected.items():

@@ -58,14 +58,13 @@ def register_expert(cls: type[nn.Module], *, kind: str, activation: str | None =
     if packed not in ("none", *PACKED) or (packed != "none" and kind != "gated"):
         raise ValueError(f"register_expert: packed={packed!r} with kind={kind!r}; expected 'none', or for kind "
                          f"'gated' one of {', '.join(map(repr, PACKED))}")
-    weights = {"linear": {"up"}, "mlp": {"up", "down"},
-               "gated": {"gate", "up", "down"} if packed == "none" else {"up", "down"}}
+    weights = {"mlp": {"up", "down"}, "gated": {"gate", "up", "down"} if packed == "none" else {"up", "down"}}
     if kind not in weights:
         raise ValueError(f"register_expert: kind={kind!r}; expected one of {', '.join(weights)}")
     names = [act.name for act in _activations(kind)]
     if activation not in names:
-        expected = "None" if kind == "linear" else "one of " + ", ".join(names)
-        raise ValueError(f"register_expert: activation={activation!r} with kind {kind!r}; expected {expected}")
+        raise ValueError(f"register_expert: activation={activation!r} with kind {kind!r}; expected one of "
+                         f"{', '.join(names)}")
     if activation in GATED_ONLY and alpha is limit is None:
         alpha, limit = SWIGLU_OAI.alpha, SWIGLU_OAI.limit
     if (alpha is not None) != (activation in GATED_ONLY) or (limit is not None and kind != "gated"):
@@ -81,8 +80,6 @@ def register_expert(cls: type[nn.Module], *, kind: str, activation: str | None =
 
 def _activations(kind: str) -> list[Activation]:
     """The activations that a kind may have."""
-    if kind == "linear":
-        return [Activation(None)]
     return [*(Activation(name) for name in ACTIVATIONS if name not in GATED_ONLY), *[SWIGLU_OAI] * (kind == "gated")]
 
 
@@ -192,17 +189,16 @@ def _linear_candidates(expert: nn.Module, hidden_size: int) -> list[ExpertFormul
                                 "(register_expert() adds other classes)")
         if type(module) is nn.Linear:
             linears[name] = module
-    if not 1 <= len(linears) <= 3:
-        listed = f" ({', '.join(linears)})" if linears else ""
+    if not 2 <= len(linears) <= 3:
+        listed = f" ({', '.join(linears)})" if any(linears) else ""
         raise NotRecognised(f"{type(expert).__name__} has {len(linears)} nn.Linear modules{listed}; a recognised "
-                            "expert has 1, 2 or 3")
+                            "expert has 2 or 3")
 
     def formula(kind: str, ffn_size: int, packed: str = "none", **roles: str) -> ExpertFormula:
         named = {}
         for role, name in roles.items():
-            prefix = f"{name}." if name else ""
-            named[role] = f"{prefix}weight"
-            named[f"{role}_bias"] = f"{prefix}bias" if linears[name].bias is not None else None
+            named[role] = f"{name}.weight"
+            named[f"{role}_bias"] = f"{name}.bias" if linears[name].bias is not None else None
         return ExpertFormula(kind, None, hidden_size, ffn_size, packed=packed, **named)
 
     layouts = []
@@ -211,17 +207,14 @@ def _linear_candidates(expert: nn.Module, hidden_size: int) -> list[ExpertFormul
         out_sizes, in_sizes = zip(*(shapes[name] for name in order), strict=True)
         ffn_size = in_sizes[-1]
         ends_fit = in_sizes[0] == hidden_size and out_sizes[-1] == hidden_size
-        if len(order) == 1 and ends_fit:
-            layouts.append(formula("linear", hidden_size, up=order[0]))
-        elif len(order) == 2 and ends_fit and out_sizes[0] == ffn_size:
+        if len(order) == 2 and ends_fit and out_sizes[0] == ffn_size:
             layouts.append(formula("mlp", ffn_size, up=order[0], down=order[1]))
         elif len(order) == 2 and ends_fit and out_sizes[0] == 2 * ffn_size:
-            layouts += [formula("gated", ffn_size, packed, up=order[0], down=order[1])
-                        for packed in PACKED]
+            layouts += [formula("gated", ffn_size, packed, up=order[0], down=order[1]) for packed in PACKED]
         elif len(order) == 3 and ends_fit and shapes[order[0]] == shapes[order[1]] == (ffn_size, hidden_size):
             layouts.append(formula("gated", ffn_size, gate=order[0], up=order[1], down=order[2]))
     if not layouts:
-        listed = ", ".join(f"{name or 'weight'} {list(shape)}" for name, shape in shapes.items())
+        listed = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
         raise NotRecognised(f"the shapes of its nn.Linear modules ({listed}) fit no recognised formula for hidden "
                             f"size {hidden_size}")
     return [layout.with_act(act) for layout in layouts for act in _activations(layout.kind)]

@@ -34,7 +34,7 @@ class Turn:
     made_TK: torch.Tensor | None = None
 
     def note(self, expert_TK: torch.Tensor) -> None:
-        """Takes the experts that the layer chose, before its capacity dropped any."""
+        """Takes the experts that the layer chose."""
         self.made_TK = self.chosen_TK if self.complete else expert_TK.to(torch.int16)
 
 
@@ -76,8 +76,7 @@ class RecordedRoutes(Sequence):
     `routes[n]` is an int16 tensor [*tokens, L, K] on the layers' device. `tokens` is the shape of the hidden states
     without their last axis: [B, S] for Hugging Face models, and [B, 1] where they generate token by token. L counts
     the MoE layers in the order of the model's modules, without dense layers. K is the number of choices. A layer with
-    fewer choices than another one has -1 in the rest. Padding tokens have routes like all others, and choices that a
-    capacity dropped are in it, too.
+    fewer choices than another one has -1 in the rest. Padding tokens have routes like all others.
     """
 
     def __init__(self, layers: "Sequence[LayerRoutes]"):
@@ -215,8 +214,6 @@ class LayerRoutes:
             ValueError: the routes to replay are for another number of tokens.
             RuntimeError: the layer was called without its model, or twice in one forward, or is recomputed too late.
         """
-        if torch.compiler.is_compiling() and self.model.recorded is None and self.model.replayed is None:
-            return None
         return self.model.turn(self, token_shape)
 
     def check(self, arrived_TK: torch.Tensor, replayed_TK: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ def weights_there(name):
     return {role: [torch.nn.Parameter(w.detach().cuda()) for w in values] for role, values in weights.items()}
 
 
-@pytest.mark.parametrize("name", ["linear", "gelu", "swiglu"])
+@pytest.mark.parametrize("name", ["gelu", "swiglu"])
 @pytest.mark.parametrize("recipe", ["hp-32", "hp-128", "mxfp8-32", "mxfp8-128"])
 def test_replayed_calls_share_kept_weights(one_rank, recipe, name):
     recording._PROGRAMS.clear()

@@ -300,3 +300,15 @@ def test_a_compiled_engine_computes_the_same(ranks2):
     for got, expected in zip(compiled, eager, strict=True):
         assert_equal(got["end"], expected["end"])
         assert got["steps"] == expected["steps"]
+
+
+def record_and_replay():
+    engine = make_engine(Layout(), DEFAULT)
+    told = "not supported for blocks.0.moe.deepspeed_moe: it is a classic layer of DeepSpeed"
+    for context in (ds_mxfp8_moe.record_routes(engine), ds_mxfp8_moe.replay_routes(engine, torch.zeros(1, 2, 2))):
+        with pytest.raises(RuntimeError, match=told), context:
+            raise AssertionError("the forward began")
+
+
+def test_routes_are_neither_recorded_nor_replayed(ranks2):
+    ranks2.run(record_and_replay)

@@ -16,12 +16,11 @@ import torch
 from autoep_models import autoep_layers, train_engine
 from autoep_models import batch as token_ids
 from autoep_models import engine as autoep_engine
-from models import BF16, DEFAULT, OFF, Layout, Net, batch, make_engine, moe_layer, parameters, train_steps
+from models import BF16, DEFAULT, OFF, Layout, Net, batch, make_engine, parameters, train_steps
 from rank_pool import reset_deepspeed_groups
 from slow import slow_except
 from test_checkpoints import OFFLOAD
 from test_expert_ffn import RECIPES, formula, problem
-from test_layer import InTurn
 from test_recompute import CheckpointedNet
 from test_zero import poison
 
@@ -335,20 +334,6 @@ def test_layers_keep_weights_where_an_engine_can_clear_them(ranks2):
     assert said.count('"keep_quantized_weights" has no effect without an engine') == 1
     assert said.count('"keep_quantized_weights" has no effect: the engine has no optimizer') == 1
     assert said.count("MXFP8 weights are kept within each step, up to 0.00 GiB on this rank") == 4
-
-
-def rows_in_turn():
-    """Whether experts whose rows of gate and up take turns keep weights, and what was said."""
-    reset_deepspeed_groups()
-    model = torch.nn.Sequential(moe_layer(InTurn(), 2))
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        make_engine(Layout(), KEPT, model)
-    return keeping_layers(model), said.getvalue()
-
-
-def test_copies_of_rows_in_turn_are_not_kept(ranks2):
-    for states, said in ranks2.run(rows_in_turn):
-        assert states == [False] and "are kept" not in said
 
 
 def hooks_that_count():

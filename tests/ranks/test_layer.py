@@ -3,6 +3,7 @@
 
 import copy
 import inspect
+from functools import partial
 from unittest import mock
 
 import deepspeed.comm as dist
@@ -161,23 +162,16 @@ def test_eval_capacity_and_no_grad(ranks2):
     ranks2.run(eval_mode)
 
 
-class InTurn(Packed):
-    """With biases; rows of gate and up take turns, as in gpt-oss."""
-
-    def __init__(self):
-        super().__init__(gate_first=False, in_turn=True)
-
-
-def rows_in_turn(dtype, section, least):
-    plain = make(InTurn, dtype=dtype, k=2)
+def packed(dtype, section, least):
+    plain = make(partial(Packed, gate_first=False), dtype=dtype, k=2)
     ours = converted(plain, **section)
-    assert ours.moe.deepspeed_moe.mxfp8_settings.formula.packed == "up_gate_in_turn"
+    assert ours.moe.deepspeed_moe.mxfp8_settings.formula.packed == "up_gate"
     close(step(plain, tokens(dtype)), step(ours, tokens(dtype)), least)
 
 
-def test_packed_experts_whose_rows_take_turns(ranks2):
-    ranks2.run(rows_in_turn, torch.float32, {"recipe": "bf16"}, 100)
-    ranks2.run(rows_in_turn, torch.bfloat16, {"recipe": "mxfp8"}, 17)
+def test_packed_experts_with_biases(ranks2):
+    ranks2.run(packed, torch.float32, {"recipe": "bf16"}, 100)
+    ranks2.run(packed, torch.bfloat16, {"recipe": "mxfp8"}, 17)
 
 
 def autocast_layer():

@@ -138,16 +138,6 @@ def _expert(formula, recipe, p, rows, g, w, operand, rnd, rescales_rows):
         return p[name].float() if name in p else 0.0
 
     grads = {}
-    if formula.kind == "linear":
-        y = w * rnd(rnd(x_op @ _weight(p["up"], recipe, False).t()) + bias("up_bias"))
-        t = rnd(operand(g) @ _weight(p["up"], recipe, True))
-        dw = (t * x_op).sum(-1) + ((g * p["up_bias"].float()).sum(-1) if "up_bias" in p else 0)
-        gw = rnd(g * w)
-        grads["up"] = wgrad(gw, x_op)
-        if "up_bias" in p:
-            grads["up_bias"] = gw.sum(0)
-        return y, t * w, dw, grads
-
     first = {"none": ("gate", "up"), "gate_up": ("first", "second"), "up_gate": ("second", "first")}[formula.packed]
     act = ACT.get(formula.activation, lambda gate: gate * torch.sigmoid(formula.alpha * gate))
     limit = float("inf") if formula.limit is None else formula.limit

@@ -23,8 +23,7 @@ FORMULAS = {
                              limit=7.0),
     "nemotron_h": ExpertFormula("mlp", "relu_squared", 1024, 512, up="b", down="c"),
     "mlp": ExpertFormula("mlp", "gelu", 1024, 512, up="b", down="c", up_bias="y"),
-    "linear": ExpertFormula("linear", None, 1024, 1024, up="b"),
-    "packed": ExpertFormula("gated", "silu", 1024, 512, up="b", down="c", packed="gate_up_in_turn"),
+    "packed": ExpertFormula("gated", "silu", 1024, 512, up="b", down="c", packed="up_gate"),
 }
 AUTOEP = dict(stacked=True, rank=8, routed=("softmax", True, True))
 FROZEN = dict(stacked=True, rank=8, frozen=True)

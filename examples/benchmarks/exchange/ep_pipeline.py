@@ -142,7 +142,7 @@ class _Pipeline(torch.autograd.Function):
 
 def over(transport: Any, case: Case, chosen: Recipe) -> Callable[[], torch.Tensor]:
     """The pipeline in a recipe; its plan is made here."""
-    formula = ExpertFormula("linear", None, case.dim, case.hidden, up="up")
+    formula = ExpertFormula("mlp", None, case.dim, case.hidden, up="up")
     experts = ExpertMath(formula, chosen, transport.plan(case.expert_TK, case.experts), {"up": case.w_EHD}, BF16)
     return lambda: _Pipeline.apply(transport, experts, case.x_TD, case.w_EHD)
 
