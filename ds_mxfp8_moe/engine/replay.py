@@ -38,7 +38,7 @@ def record_routes(engine: torch.nn.Module) -> Iterator[RecordedRoutes]:
     its own tokens, without communication, and the host waits for nothing.
 
     Args:
-        engine: a DeepSpeed engine, or a model with converted layers.
+        engine: a DeepSpeed engine, its model, or a part of this model.
 
     Yields:
         A sequence with one int16 tensor [*tokens, L, K] for each forward: see RecordedRoutes.
@@ -61,8 +61,8 @@ def replay_routes(engine: torch.nn.Module, routes: Any) -> Iterator[None]:
 
     The n-th forward of the model takes the n-th routes, evaluations too. A token whose K ids are all -1 in a layer
     chooses by itself there: a padding token, or one without routes. Recomputations by activation checkpointing choose
-    what their forward chose, also after the `with`, until the engine's next step. Where ds_mxfp8_moe has started no
-    engine, until the next `with` begins. Later ones raise an error.
+    what their forward chose, also after the `with`, until the engine's next step. For a part of a model, until the
+    next `with` begins. Later ones raise an error.
 
     Each rank gives the routes of its own tokens, for all experts of the group, and for as many forwards as the other
     ranks. This is collective over all ranks. They check all routes when the `with` begins, and the host waits for
@@ -70,7 +70,7 @@ def replay_routes(engine: torch.nn.Module, routes: Any) -> Iterator[None]:
     learn whether the routers of transformers took the choice.
 
     Args:
-        engine: a DeepSpeed engine, or a model with converted layers.
+        engine: a DeepSpeed engine, its model, or a part of this model.
         routes: integers [*tokens, L, K] for one forward, or a sequence of such for several forwards, such as what
             record_routes gives. Tensors on any device, or NumPy arrays. `tokens` is [B, S] or [T], in the order of the
             hidden states. L counts the MoE layers, without dense layers.
@@ -144,7 +144,7 @@ def _prepared(engine: torch.nn.Module, name: str) -> tuple[list[MXFP8Experts], l
         failure = failure_in_world(failure, CHECK)
     if failure:
         raise RuntimeError(f"{name}: {failure}")
-    if not hasattr(engine_of(engine), "_mxfp8_metrics") or missing("steps"):  # no hooks.py: nothing tells of steps
+    if not hasattr(engine_of(engine), "_mxfp8_metrics") or missing("steps"):  # nothing tells of steps
         state.forget()
     for index, block in enumerate(of_moe.values()):
         block.mxfp8_chooses = True

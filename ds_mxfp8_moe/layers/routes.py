@@ -166,8 +166,8 @@ class ModelRoutes:
             repeated = next((one for one in reversed(self._remembered) if one.start <= number), None)
             if repeated is not None and repeated.forgotten:
                 raise RuntimeError(f"{layer.name} is recomputed after the routes of its forward were forgotten: run "
-                                   "backward before the engine's step; without an engine of ds_mxfp8_moe, before the "
-                                   "next `with record_routes` or `with replay_routes`")
+                                   "backward before the engine's step; if routes of a part of the model are replayed, "
+                                   "before the next `with`")
             known = repeated is not None and layer.index in repeated.turns
             return Turn(repeated.turns[layer.index].made_TK, complete=True) if known else None
         if self.recorded is None and self.replayed is None:

@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers that activation checkpointing calls again choose what their forward chose; and compiled ones."""
 
-import deepspeed.comm as dist
 import pytest
 import torch
 from autoep_models import autoep_layers, batch, ds_config, gate_weight, watch_choices
-from models import DEFAULT, PLAIN, Layout, make_engine
-from models import batch as layout_batch
 from preset_models import tiny_model
 from slow import slow_except
-from test_recompute import CheckpointedNet
 from test_replay import MXFP8, WAYS, different, other_routes, outcome, set_way
 
 import ds_mxfp8_moe
@@ -146,19 +142,18 @@ def test_a_recomputation_does_not_choose_anew(ranks2):
     assert ranks2.run(changed_between) == [[True, True]] * 2
 
 
-def never_hooked(with_engine: bool) -> int:
+def never_hooked() -> int:
     """How many forwards are remembered where nothing tells when a step ends. Recomputations that are late fail."""
-    net, layout = CheckpointedNet("reentrant", 2), Layout()
-    ds_mxfp8_moe.convert(net, DEFAULT)
-    engine = make_engine(layout, PLAIN, net)
-    x, target = layout_batch(0, layout, dist.get_rank())
+    engine = ds_mxfp8_moe.initialize(model=tiny_model("qwen3_moe", torch.float32), config=ds_config(MXFP8, 0, 2))[0]
+    set_way(engine.module, "reentrant")
+    part = engine.module.model
 
     def loss() -> torch.Tensor:
-        return net(x.requires_grad_(), target)
+        return engine.module(input_ids=batch(0), labels=batch(0)).loss
 
     losses = [loss()]
     for _ in range(4):
-        with record_routes(engine if with_engine else net):
+        with record_routes(part):
             losses.append(loss())
     losses.append(loss())
     for n in (0, 4, 5):
@@ -166,9 +161,8 @@ def never_hooked(with_engine: bool) -> int:
     for n in (1, 3):
         with pytest.raises(RuntimeError, match="is recomputed after the routes of its forward were forgotten"):
             losses[n].backward()
-    return len(routes_of(net)._remembered)
+    return len(routes_of(part)._remembered)
 
 
-@pytest.mark.parametrize("with_engine", [True, False])
-def test_without_an_engine_that_tells_of_steps(ranks2, with_engine):
-    assert ranks2.run(never_hooked, with_engine) == [5, 5]  # forgotten, live, live, the last forward, live
+def test_a_part_of_a_model_which_nothing_tells_of_steps(ranks2):
+    assert ranks2.run(never_hooked) == [5, 5]  # forgotten, live, live, the last forward, live
