@@ -4,13 +4,11 @@
 import deepspeed.comm as dist
 import pytest
 import test_replay
-import test_replay_classic
 import test_replay_recompute
 import torch
 from autoep_models import batch, ds_config
 from deepspeed.moe.ep_router import TokenChoiceTopKRouter
 from preset_models import tiny_model
-from test_replay_classic import GATES
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe import record_routes, replay_routes
@@ -38,12 +36,6 @@ def at_once(model_type: str) -> list[list[str]]:
 def test_the_same_bits_at_once(gpu_ranks, model_type):
     for found in gpu_ranks.run(at_once, model_type, seconds=240):
         assert found == [[], []]
-
-
-@pytest.mark.parametrize("name", GATES)
-def test_the_same_bits_of_classic_layers(gpu_ranks, name):
-    for found in gpu_ranks.run(test_replay_classic.at_once, GATES[name], seconds=240):
-        assert found == [[], [], []]
 
 
 def recomputed(family: str) -> list[str]:
