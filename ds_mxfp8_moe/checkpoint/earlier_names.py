@@ -7,7 +7,8 @@ Such a layer has names of its own for a block's tensors, but for the weights of 
     shared_experts.*, shared_experts_gate.*           the block's shared experts
     expert_biases.gate, .up, .down                    the stacked biases of its experts
     expert_adapters.wrapper.*                         PEFT's adapters of its experts
-    expert_bias                                       of AutoEP's load balancing, which no block has
+    expert_bias                                       of the load balancing, which blocks have among their experts,
+                                                      if at all
 
 A tensor's name in the block is the one of the same size that ends alike. Some layers have their router under the name
 of the block's, too, so that these checkpoints hold it twice.
@@ -109,6 +110,8 @@ def _places(block: ExpertBlock, earlier: dict[str, int], free: dict[str, int]) -
         bias = next((key for key in free if key.startswith("experts.") and key.endswith(f"{gemm}_bias")), None)
         if bias is not None and all(name in earlier for name in names):
             places[bias] = names
+    if BALANCE in earlier and f"experts.{BALANCE}" in free:
+        places[f"experts.{BALANCE}"] = (BALANCE, )
     for key in earlier:
         if key.startswith(ADAPTERS) and (name := f"experts.{key.removeprefix(ADAPTERS)}") in free:
             places[name] = (key, )

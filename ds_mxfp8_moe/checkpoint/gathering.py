@@ -208,6 +208,7 @@ def tensors(model: torch.nn.Module, gather: Gather, wanted: Wanted) -> Iterator[
                         "saved in the model's dtype, with the values that they compute with")
     for name, block in expert_blocks(model):
         own = {key: entries.pop(f"{name}.experts.{key}", None) for key in WEIGHTS}
+        entries.pop(f"{name}.experts.expert_bias", None)  # of engine/balance.py: transformers has no place for it
         weights = frozen_of(block.experts).dequantized() if name in dequantised else own.values()
         for key, tensor in _stacks(block, gather.layer_experts(block, weights)):
             yield f"{name}.experts.{base_prefix(block)}{key}", tensor

@@ -133,6 +133,10 @@ def balance_loads(engine: DeepSpeedEngine) -> None:
     layers = [block for _, block in expert_blocks(engine.module) if coeffs.get(block.experts) is not None]
     if getattr(engine, "_mxfp8_balancer", None) is not None:
         engine._mxfp8_balancer.close()
+    if replaced := [layer.experts.mxfp8_settings.name for layer in layers
+                    if "forward" in vars(layer) and not balance.corrects(layer)]:
+        print_on_rank_0(f'mxfp8_moe: WARNING: "load_balance_coeff" has no effect on {replaced[0]}, whose forward '
+                        "method is replaced")
     coeff = next((coeff for coeff in coeffs.values() if coeff is not None), None)
     engine._mxfp8_balancer = balance.LoadBalancer(engine.module, layers, coeff) if layers else None
     if any(not balance.corrects(layer) for layer in layers):

@@ -6,6 +6,9 @@ mode answers this call: with the experts that routes.py wants replayed, or with 
 The values that it returns are the router's own scores of these experts. All else is the router's: scores, groups,
 norms, factors, auxiliary losses.
 
+A router that chooses by other means is left alone. It may choose the experts that are to be replayed by itself, as
+hash routing does. If it chooses others, that is an error when the replay ends.
+
 Letters: T tokens, K choices of a token, E experts.
 """
 
@@ -21,6 +24,8 @@ from ..transport.deadline import tell_peers_on_error
 from .routes import Turn, is_recomputed
 from .say import print_on_rank_0
 
+CHANGES = "changes the choice that torch.topk gives it"
+NO_TOPK = "does not choose by torch.topk over the scores of its experts"
 _TOPK, _MASKED_FILL = (torch.topk, torch.Tensor.topk), (torch.masked_fill, torch.Tensor.masked_fill)
 
 
@@ -29,7 +34,7 @@ def run_block(block: nn.Module, forward: Callable, *args, **kwargs) -> Any:
     """forward(*args, **kwargs), the forward of a block whose experts' choice may be recorded, replayed or biased.
 
     Raises:
-        RuntimeError: the choice was to be replayed, and the block's router does not choose by `topk`.
+        RuntimeError: the routes to replay have another number of choices. Or see LayerRoutes.turn.
         ValueError: see LayerRoutes.turn.
     """
     experts, hidden_states = block.experts, args[0] if args else next(iter(kwargs.values()))
@@ -101,16 +106,15 @@ class Choice(TorchFunctionMode):
         if is_recomputed():
             return
         answered = answer_TK is not None and answer_TK.shape == expert_TK.shape
-        if turn.chosen_TK is not None:
-            if not answered:
-                raise RuntimeError(
-                    f"replay_routes: not supported for {name}: its router does not choose by torch.topk over the "
-                    f"scores of {self._experts.num_experts} experts, as hash routing and sparse mixing do not")
-            self._experts.mxfp8_routes.check(expert_TK, answer_TK)
+        if (chosen_TK := turn.chosen_TK) is not None:
+            if chosen_TK.shape != expert_TK.shape:
+                raise RuntimeError(f"replay_routes: {name} chooses {expert_TK.shape[1]} experts for a token, and the "
+                                   f"routes have {chosen_TK.shape[1]}")
+            self._experts.mxfp8_routes.check(expert_TK, chosen_TK, CHANGES if answered else NO_TOPK)
         elif self._bias_E is not None and not answered and not self._experts.mxfp8_unbiased:
             self._experts.mxfp8_unbiased = True
-            print_on_rank_0(f'mxfp8_moe: WARNING: "load_balance_coeff" has no effect on {name}, whose router does not '
-                            "choose by torch.topk over the scores of its experts")
+            print_on_rank_0(f'mxfp8_moe: WARNING: "load_balance_coeff" has no effect on {name}: its router '
+                            f"{NO_TOPK}")
 
 
 def correction_bias(block: nn.Module) -> tuple[nn.Module, str] | None:

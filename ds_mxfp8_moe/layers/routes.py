@@ -104,13 +104,14 @@ class ModelRoutes:
     Attributes:
         recorded: where to record. None: nothing is recorded.
         replayed: what the next forwards replay. None: nothing is replayed.
-        ignored: layer -> a bool on the device, whether its experts got another choice than the one that it replayed.
+        ignored: a layer and what its router does -> a bool on the device, whether the experts got another choice than
+            the one to replay.
     """
 
     def __init__(self) -> None:
         self.recorded: RecordedRoutes | None = None
         self.replayed: Iterator[Given] | None = None
-        self.ignored: dict[str, torch.Tensor] = {}
+        self.ignored: dict[tuple[str, str], torch.Tensor] = {}
         self._current: Forward | None = None
         self._remembered: list[Forward] = []  # that may be recomputed, in ascending order of `start`
 
@@ -151,9 +152,8 @@ class ModelRoutes:
     def end_replay(self) -> None:
         """The host waits for the device. Raises RuntimeError if a layer chose other experts than it replayed."""
         flags = torch.stack([*self.ignored.values()]).tolist() if self.ignored else []
-        if name := next((name for name, flag in zip(self.ignored, flags, strict=True) if flag), None):
-            error = RuntimeError(f"replay_routes: not supported for {name}: its router changes the choice that "
-                                 "torch.topk gives it")
+        if found := next((one for one, flag in zip(self.ignored, flags, strict=True) if flag), None):
+            error = RuntimeError(f"replay_routes: not supported for {found[0]}: its router {found[1]}")
             tell_peers(error)
             raise error
 
@@ -216,11 +216,17 @@ class LayerRoutes:
         """
         return self.model.turn(self, token_shape)
 
-    def check(self, arrived_TK: torch.Tensor, replayed_TK: torch.Tensor) -> None:
-        """Compares the choice that a router made of a replayed one with it. The host waits for nothing."""
-        ignored = (arrived_TK != replayed_TK).any()
-        earlier = self.model.ignored.get(self.name)
-        self.model.ignored[self.name] = ignored if earlier is None else ignored | earlier
+    def check(self, arrived_TK: torch.Tensor, given_TK: torch.Tensor, router: str) -> None:
+        """Compares the experts that the router chose, in any order, with those to replay. The host waits for nothing.
+
+        Args:
+            given_TK: a token whose row is -1 chooses by itself.
+            router: what the router does, for the error if they differ.
+        """
+        given_TK = torch.where(given_TK < 0, arrived_TK, given_TK)
+        ignored = (arrived_TK.sort()[0] != given_TK.sort()[0]).any()
+        earlier = self.model.ignored.get((self.name, router))
+        self.model.ignored[self.name, router] = ignored if earlier is None else ignored | earlier
 
 
 def routes_of(model: torch.nn.Module, make: bool = False) -> ModelRoutes | None:

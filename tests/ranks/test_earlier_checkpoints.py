@@ -124,3 +124,19 @@ def test_earlier_names_and_what_becomes_of_them(family, keeps_order):
     assert names.keep_order(groups, net) is keeps_order
     present_names = EarlierNames(net, {name: value.numel() for name, value in wanted.items()})
     assert not present_names.sources and not present_names.without_place
+
+
+def test_the_bias_of_the_load_balancing_has_a_place_where_this_is_on():
+    net = spread_model("qwen2_moe")
+    earlier = earlier_state(net, "qwen2_moe")
+    for _, block in expert_blocks(net):
+        block.experts.register_buffer("expert_bias", torch.zeros(block.num_experts))
+    for name in earlier:
+        if name.endswith(".expert_bias"):
+            earlier[name] = torch.rand(len(earlier[name]))
+    names = EarlierNames(net, {name: value.numel() for name, value in earlier.items()})
+    found = names.values(earlier, {name: value.shape for name, value in net.state_dict().items()})
+    assert not names.without_place and found.keys() == net.state_dict().keys()
+    for name in net.state_dict():
+        if name.endswith("experts.expert_bias"):
+            assert torch.equal(found[name], earlier[name.replace("experts.expert_bias", "expert_bias")])
