@@ -62,7 +62,7 @@ LOSSES = RESULT.with_name("architectures_losses_*.json")  # the star: the releas
 SECTIONS = {"bf16": {"enabled": True, "recipe": "bf16"}, "mxfp8": {"enabled": True}}
 HEADERS = {"type": "model type", "model": "class", "converted": "converted", "first": "first loss",
            "last": "last loss", "weight": "weight", "bf16": "bf16", "mxfp8": "MXFP8", "lora": "LoRA",
-           "reload": "reload", "replay": "replay", "reason": "reason"}
+           "reload": "reload", "replay": "replay", "remark": "remark"}
 
 
 def difference(first: list[float], second: list[float]) -> float:
@@ -71,16 +71,15 @@ def difference(first: list[float], second: list[float]) -> float:
     return ((a - b).abs() / b.abs()).max().item()
 
 
-def engine_of(model: torch.nn.Module, section: dict | None, **changes) -> deepspeed.DeepSpeedEngine:
+def engine_of(model: torch.nn.Module, section: dict | None, bf16: bool) -> deepspeed.DeepSpeedEngine:
     """Collective.
 
     Args:
         section: "mxfp8_moe". None: transformers' own experts, in plain data parallelism.
-        changes: more keys of the DeepSpeed config.
+        bf16: DeepSpeed's section "bf16", which casts all parameters.
     """
-    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 0},
-              "bf16": {"enabled": next(model.parameters()).dtype == torch.bfloat16},
-              "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}, **changes}
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 0}, "bf16": {"enabled": bf16},
+              "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
     if section is not None:
         config |= {"mxfp8_moe": section, "expert_parallel": {"enabled": True, "autoep_size": RANKS}}
     trained = [p for p in model.parameters() if p.requires_grad] if section is None else None
@@ -128,14 +127,14 @@ def experts_silent(model: torch.nn.Module) -> Iterator[None]:
         hook.remove()
 
 
-def lora_losses(model_type: str, section: dict | None) -> list[float]:
+def lora_losses(model_type: str, section: dict | None, bf16: bool) -> list[float]:
     """The mean loss before and after one step of the experts' adapters. Collective."""
     model = small_model(model_type)
     names = {f"experts.{name}" for experts in experts_of(model).values()
              for name in ("gate_up_proj", "up_proj", "down_proj") if hasattr(experts, name)}
     torch.manual_seed(0)
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=8, lora_alpha=64, target_parameters=sorted(names)))
-    engine = engine_of(adapted, section)
+    engine = engine_of(adapted, section, bf16)
     before = train(engine, model, 1)
     after = mean_loss(engine, model, 1)[1]
     engine.destroy()
@@ -164,8 +163,11 @@ def reload_difference(engine: deepspeed.DeepSpeedEngine, model: torch.nn.Module)
     return difference([mean_loss(loaded.eval(), loaded, STEPS)[1]], [ours])
 
 
-def measure(model_type: str, losses_alone: bool) -> dict[str, Any]:
-    """The row of one type. Collective. What fails is the reason, and what comes after it is still tried."""
+def measure(model_type: str, losses_alone: bool, bf16: bool = True) -> dict[str, Any]:
+    """The row of one type. Collective. What fails is the reason, and what comes after it is still tried.
+
+    Where plain DeepSpeed fails with its section "bf16", all runs again without it. `bf16`: see `engine_of`.
+    """
     started, row = time.perf_counter(), {"type": model_type}
 
     def attempt(name: str, call: Callable[[], dict]) -> bool:
@@ -187,7 +189,7 @@ def measure(model_type: str, losses_alone: bool) -> dict[str, Any]:
     def plain() -> dict:
         model = small_model(model_type)
         row["model"] = type(model).__name__
-        engine = engine_of(model, None)
+        engine = engine_of(model, None, bf16)
         own.extend(train(engine, model))
         with experts_silent(model):
             silent = mean_loss(engine, model, STEPS - 1)[1]
@@ -197,28 +199,34 @@ def measure(model_type: str, losses_alone: bool) -> dict[str, Any]:
     def ours(name: str) -> dict:
         model = small_model(model_type)
         layers = len(experts_of(model))
-        engines[name] = engine_of(model, SECTIONS[name]), model
+        engines[name] = engine_of(model, SECTIONS[name], bf16), model
         found = {"converted": f"{len(converted_layers(model))} of {layers}"}
         return {**found, name: difference(train(*engines[name]), own)}
 
     def lora() -> dict:
-        return {"lora": difference(lora_losses(model_type, SECTIONS["mxfp8"]), lora_losses(model_type, None))}
+        ours, theirs = (lora_losses(model_type, section, bf16) for section in (SECTIONS["mxfp8"], None))
+        return {"lora": difference(ours, theirs)}
 
     def in_float32() -> dict:
         losses = []
         for section in (SECTIONS["bf16"], None):
             model = small_model(model_type, torch.float32)
-            engine = engine_of(model, section)
+            engine = engine_of(model, section, False)
             losses.append(train(engine, model))
             engine.destroy()
         return {"float32": difference(*losses)}
 
     own: list[float] = []
     engines: dict[str, tuple] = {}
-    if attempt("plain", plain) and attempt("bf16", lambda: ours("bf16")):
+    if not attempt("plain", plain):
+        if bf16 and "reason" not in (again := measure(model_type, losses_alone, bf16=False)):
+            return {**again, "remark": f"without DeepSpeed's section bf16, which casts what transformers keeps in "
+                    f"float32. With it, {row['reason'].removeprefix('plain: ')}"}
+        return row
+    if attempt("bf16", lambda: ours("bf16")):
         engines.pop("bf16")[0].destroy()
-    if not row.get("bf16", 1) <= BARS["bf16"]:
-        attempt("float32", in_float32)
+        if not row["bf16"] <= BARS["bf16"]:
+            attempt("float32", in_float32)
     if row.get("converted", "0")[0] != "0":
         if attempt("mxfp8", lambda: ours("mxfp8")) and not losses_alone:
             attempt("replay", lambda: {"replay": replayed(*engines["mxfp8"])})
@@ -310,7 +318,7 @@ def rows_of(types: list[str], losses_alone: bool = False) -> Iterator[dict[str, 
 def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
     """Of the table, in the order of HEADERS."""
     def cell(row: dict[str, Any], key: str) -> str:
-        value = row.get(key, "")
+        value = row.get("reason", row.get("remark", "")) if key == "remark" else row.get(key, "")
         if isinstance(value, bool):
             return "same bits" if value else "differs"
         if isinstance(value, float):
