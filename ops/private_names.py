@@ -98,8 +98,7 @@ NAMES = tuple(Row(*row) for row in (
     ("import", "torch.utils.checkpoint", "_StopRecomputationError"),
 
     ("classic layers", "deepspeed.moe.layer:MoE",
-     "forward(self, hidden_states, used_token) .coefficient .deepspeed_moe .enable_expert_tensor_parallelism .ep_size "
-     ".mlp .num_experts .num_local_experts .use_residual"),
+     ".deepspeed_moe .enable_expert_tensor_parallelism .ep_size .num_experts .num_local_experts"),
     ("classic layers", "deepspeed.moe.sharded_moe:MOELayer",
      "forward(self, input, kwargs) .ep_group .ep_size .exp_counts .experts .gate .l_aux .num_local_experts "
      ".time_falltoall .time_moe .time_salltoall .timers .use_tutel .wall_clock_breakdown"),

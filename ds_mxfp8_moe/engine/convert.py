@@ -118,7 +118,6 @@ def convert_layers(model: torch.nn.Module, config: MXFP8MoEConfig, broken: str =
                                               torch.device(current_device()[0]))
         settings = LayerSettings(name=label, formula=formula, recipe=recipe, config=config,
                                  min_tokens_per_expert=fewest_tokens)
-        module.__class__ = MoE
         inner = module.deepspeed_moe
         inner.__class__, inner.mxfp8_settings = MXFP8MOELayer, settings
         inner.mxfp8_experts = ExpertsAtConversion(inner.experts)
@@ -218,7 +217,7 @@ def _describe(settings: LayerSettings) -> str:
 
 
 def _restore_layer(module: torch.nn.Module) -> None:
-    """Undoes an earlier conversion. Our `MoE` stays: around DeepSpeed's inner layer it is DeepSpeed's MoE."""
+    """Undoes an earlier conversion."""
     inner = getattr(module, "deepspeed_moe", None)
     if type(inner) is MXFP8MOELayer:
         inner.__class__ = MOELayer

@@ -60,7 +60,6 @@ from ..compute.sums import Sum
 from ..config import Recipe
 from ..transport import Transport, Wire
 from ..transport.deadline import naming_evaluation, tell_peers
-from .branch import Branch
 from .expert_math import ExpertMath, Rows
 from .frozen_weights import FrozenWeights
 from .kept_weights import KeptWeights
@@ -106,8 +105,7 @@ class ExpertFFN:
 
     def __call__(self, x_TH: torch.Tensor, routes: Routes,
                  weights: dict[str, torch.Tensor | Sequence[torch.Tensor] | None],
-                 branch: Branch | None = None, adapters: dict[str, LowRank] | None = None,
-                 frozen: FrozenWeights | None = None) -> torch.Tensor:
+                 adapters: dict[str, LowRank] | None = None, frozen: FrozenWeights | None = None) -> torch.Tensor:
         """Sends tokens through their experts.
 
         Args:
@@ -115,7 +113,6 @@ class ExpertFFN:
             routes: the routes of these T tokens.
             weights: for each of ROLES that the formula has, E tensors ([out, in], biases [out]) or one stacked
                 [E, ...]. Each of them gets a gradient. The gradient of an expert without tokens is zero.
-            branch: launched before the host waits for other ranks' counts. Left alone if the host does not wait.
             adapters: low-rank updates of the GEMMs "up" (which includes the gate) and "down", in x's dtype or another.
             frozen: weights that are held in MXFP8 alone. `weights` then has biases at most, and the call always
                 runs the recipe, which multiplies MXFP8.
@@ -125,7 +122,7 @@ class ExpertFFN:
             A token without choices gets 0. Collective: every rank of the group must call it.
         """
         if torch.compiler.is_dynamo_compiling():
-            return _outside_compile(self, x_TH, routes, weights, branch, adapters, frozen)
+            return _outside_compile(self, x_TH, routes, weights, adapters, frozen)
         try:
             device_type = x_TH.device.type
             autocast = torch.is_autocast_enabled(device_type)
@@ -135,27 +132,24 @@ class ExpertFFN:
                         for name, factors in (adapters or {}).items()}
             with torch.autocast(device_type, enabled=False) if autocast else nullcontext(), \
                     nullcontext() if self.training else naming_evaluation():
-                return self._compute(x_TH, routes, weights, branch, adapters, frozen and frozen.operands(), autocast)
+                return self._compute(x_TH, routes, weights, adapters, frozen and frozen.operands(), autocast)
         except Exception as error:
             tell_peers(error)
             raise
 
-    def _compute(self, x_TH: torch.Tensor, routes: Routes, weights: dict, branch: Branch | None,
-                 adapters: dict[str, LowRank], frozen: dict[str, MXTensor] | None, autocast: bool) -> torch.Tensor:
+    def _compute(self, x_TH: torch.Tensor, routes: Routes, weights: dict, adapters: dict[str, LowRank],
+                 frozen: dict[str, MXTensor] | None, autocast: bool) -> torch.Tensor:
         """The call, without autocast. `adapters`: in x's dtype. `autocast`: whether the caller has it enabled."""
         layout, tensors = flattened(weights)
-        return _ExpertFFNFunction.apply(self, branch, layout, tuple(adapters), frozen, torch.is_grad_enabled(),
+        return _ExpertFFNFunction.apply(self, layout, tuple(adapters), frozen, torch.is_grad_enabled(),
                                         routes.expert_TK, x_TH, routes.weight_TK, *chain(*adapters.values()), *tensors)
 
-    def _plan(self, experts: ExpertMath, expert_TK: torch.Tensor, x_TH: torch.Tensor, backward: bool,
-              branch: Branch | None = None) -> None:
+    def _plan(self, experts: ExpertMath, expert_TK: torch.Tensor, x_TH: torch.Tensor, backward: bool) -> None:
         """Plans the exchange of a forward: sets the plan of `experts`. If they get few tokens, their recipe becomes
         the one without quantisation. `backward`: whether a backward follows."""
 
         def meanwhile():
-            """While the host waits for the counts, the device computes the branch and quantises weights."""
-            if branch is not None:
-                branch.launch()
+            """While the host waits for the counts, the device quantises weights."""
             if not self.has_few_tokens(expert_TK):  # else the call will probably run unquantised
                 experts.quantize_ahead()
 
@@ -259,14 +253,13 @@ def backward_of_call(function: Callable) -> Callable:
 class _ExpertFFNFunction(torch.autograd.Function):
 
     @staticmethod
-    def forward(ctx, ffn: ExpertFFN, branch, layout, adapted, frozen, grad_enabled, expert_TK, x_TH, weight_TK,
-                *tensors):
+    def forward(ctx, ffn: ExpertFFN, layout, adapted, frozen, grad_enabled, expert_TK, x_TH, weight_TK, *tensors):
         # In forward, torch.is_grad_enabled() is always False, and needs_input_grad ignores torch.no_grad.
         backward = grad_enabled and any(ctx.needs_input_grad)
         recipe = unquantized(ffn.recipe) if ffn.recorded_whole and ffn.has_few_tokens(expert_TK) else ffn.recipe
         experts = _experts(ffn, recipe, layout, adapted, frozen, tensors, x_TH.dtype, x_TH.device,
                            transposed=False)
-        call = partial(_forward, ffn, branch, backward, experts)
+        call = partial(_forward, ffn, backward, experts)
         if ffn.recorded_whole:
             call = experts.step("whole forward", call, None, (backward, ffn.num_local_experts))
         made = call([expert_TK, x_TH, weight_TK])
@@ -282,7 +275,7 @@ class _ExpertFFNFunction(torch.autograd.Function):
     @backward_of_call
     def backward(ctx, g_TH):
         ffn, (recipe, dtype, layout, adapted, frozen, kinds, plan, parameters) = ctx.ffn, ctx.call
-        needs, saved = ctx.needs_input_grad[7:], ctx.saved_tensors
+        needs, saved = ctx.needs_input_grad[6:], ctx.saved_tensors
         count = len(needs) - 2
         experts = _experts(ffn, recipe, layout, adapted, frozen, saved[:count], dtype, g_TH.device, transposed=True)
         if parameters:
@@ -294,7 +287,7 @@ class _ExpertFFNFunction(torch.autograd.Function):
         grads = call([g_TH, *saved[count:]])
         places = unflattened(layout, range(2 + 2 * len(adapted), len(needs)))
         grads |= {places[role]: one.out_ENK for role, one in experts.sums.items() if not one.begun}
-        return None, None, None, None, None, None, None, *grads.values()
+        return None, None, None, None, None, None, *grads.values()
 
 
 def _sums(ffn: ExpertFFN, layout: tuple, parameters: Sequence[torch.Tensor], nodes: Sequence[Node],
@@ -329,13 +322,13 @@ def kept_of(ffn: ExpertFFN, recipe: Recipe, layout: tuple, tensors: Sequence[tor
     return ffn.kept.of(tensors[:matrices], transposed)
 
 
-def _forward(ffn: ExpertFFN, branch: Branch | None, backward: bool, experts: ExpertMath, given: list) -> dict:
+def _forward(ffn: ExpertFFN, backward: bool, experts: ExpertMath, given: list) -> dict:
     """The output y_TH; the tensors that backward needs, by number; and their kinds, as `taken_apart` returns them,
     with the plan. The plan is None if its tensors were saved. Takes expert_TK, x_TH and weight_TK."""
     expert_TK, x_TH, weight_TK = given
     given.clear()
     dtype, timed = x_TH.dtype, ffn.timed or nullcontext
-    ffn._plan(experts, expert_TK, x_TH, backward, branch)
+    ffn._plan(experts, expert_TK, x_TH, backward)
     plan, recipe = experts.plan, experts.recipe
     with timed("dispatch"):
         rows = [*ffn.transport.dispatch(plan, x_TH, wire_of(recipe, recipe.dispatch_fwd), weight_TK)]

@@ -29,7 +29,6 @@ from ..compute.grouped_gemm import plain
 from ..compute.mx import MXTensor
 from ..compute.routing import Routes
 from ..config import Recipe
-from .branch import Branch
 from .expert_ffn import ExpertFFN, backward_of_call, flattened, flattened_gradients, kept_of, unflattened, wire_of
 from .expert_math import ExpertMath
 
@@ -60,13 +59,13 @@ class OpenFormula:
 class OpenFFN(ExpertFFN):
     """An ExpertFFN with an OpenFormula. It takes the same arguments, and returns the same.
 
-    It records nothing to replay, uses no `sum_of`, and leaves a branch alone, for the caller to run.
+    It records nothing to replay, and uses no `sum_of`.
     """
 
     formula: OpenFormula
 
-    def _compute(self, x_TH: torch.Tensor, routes: Routes, weights: dict, branch: Branch | None,
-                 adapters: dict[str, LowRank], frozen: dict[str, MXTensor] | None, autocast: bool) -> torch.Tensor:
+    def _compute(self, x_TH: torch.Tensor, routes: Routes, weights: dict, adapters: dict[str, LowRank],
+                 frozen: dict[str, MXTensor] | None, autocast: bool) -> torch.Tensor:
         formula, dtype, timed = self.formula, x_TH.dtype, self.timed or nullcontext
         layout, tensors = flattened(weights)
         kept, kept_backward = (kept_of(self, self.recipe, layout, tensors, frozen, transposed)

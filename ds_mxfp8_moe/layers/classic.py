@@ -18,7 +18,6 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from ..compute.formula import DTYPES, ExpertFormula, ExpertWeights
 from ..compute.routing import Routes, round_robin
 from ..config import MXFP8MoEConfig, Recipe
-from ..ffn.branch import Branch
 from ..ffn.expert_ffn import ExpertFFN
 from ..ffn.kept_weights import KeptWeights
 from ..ffn.open_ffn import OpenFFN, OpenFormula
@@ -111,26 +110,6 @@ class MoE(deepspeed_layer.MoE):
     inner layer, `deepspeed_moe`, an MXFP8MOELayer.
     """
 
-    def forward(self, hidden_states: torch.Tensor,
-                used_token: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As in DeepSpeed. A residual MoE's dense branch is launched before the host waits for other ranks' counts."""
-        inner = self.deepspeed_moe
-        # torch.compile traces the branch only outside the inner layer. Timers of the layer do not count the branch.
-        plain = torch.compiler.is_compiling() or inner.wall_clock_breakdown
-        if plain or not self.use_residual or not isinstance(inner, MXFP8MOELayer):
-            return super().forward(hidden_states, used_token)
-
-        def dense() -> tuple[torch.Tensor, torch.Tensor]:
-            output = self.mlp(hidden_states)
-            coefficient = torch.nn.functional.softmax(self.coefficient(hidden_states), dim=-1)
-            return output[0] if isinstance(output, tuple) else output, coefficient
-
-        branch = Branch(dense, hidden_states.device)
-        routed = inner(hidden_states, used_token, branch=branch)
-        output, coefficient = branch.result()
-        output = routed * coefficient[..., 0:1] + output * coefficient[..., 1:]
-        return output, inner.l_aux, inner.exp_counts
-
 
 class MXFP8MOELayer(MOELayer):
     """The inner layer of a converted MoE: routes with DeepSpeed's gate, computes with `ExpertFFN`."""
@@ -143,10 +122,8 @@ class MXFP8MOELayer(MOELayer):
     mxfp8_samples: list | None = None  # engine/metrics.py
 
     @torch.compiler.disable  # layers differ too much to share what is compiled
-    def forward(self, *input: torch.Tensor, branch: Branch | None = None, **kwargs) -> torch.Tensor:
+    def forward(self, *input: torch.Tensor, **kwargs) -> torch.Tensor:
         """As in MOELayer: `input` is the hidden states [..., H] and an optional mask of used tokens [T].
-
-        `branch`: launched before the host waits for other ranks' counts. Left alone if the host does not wait.
 
         Collective over the expert-parallel group. Ranks may bring different numbers of tokens, or none.
         """
@@ -154,7 +131,7 @@ class MXFP8MOELayer(MOELayer):
         self._check_input(hidden_states)
         with self._timed(MOE_TIMER, "time_moe"):
             x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
-            y_TH = self._compute(x_TH, self._route(x_TH, used_token), branch)
+            y_TH = self._compute(x_TH, self._route(x_TH, used_token))
         return y_TH.reshape(hidden_states.shape)
 
     @tell_peers_on_error
@@ -207,14 +184,14 @@ class MXFP8MOELayer(MOELayer):
         total_T1 = routes.weight_TK.sum(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float32).eps)
         return replace(routes, weight_TK=routes.weight_TK / total_T1)
 
-    def _compute(self, x_TH: torch.Tensor, routes: Routes, branch: Branch | None) -> torch.Tensor:
+    def _compute(self, x_TH: torch.Tensor, routes: Routes) -> torch.Tensor:
         settings = self.mxfp8_settings
         ffn = settings.ffn(self, x_TH, routes, self.exp_counts,
                            self._timed_exchange if self.wall_clock_breakdown else None)
         weights = self.mxfp8_weights.current()
         tensor_parallel = bwc_tensor_model_parallel_world_size(groups.mpu)
         if tensor_parallel == 1:
-            return ffn(x_TH, routes, weights, branch)
+            return ffn(x_TH, routes, weights)
         # Tensor-parallel ranks hold the same tokens: each takes its share, and all get every result.
         T = x_TH.shape[0]
         share = -T % tensor_parallel
@@ -222,7 +199,7 @@ class MXFP8MOELayer(MOELayer):
         x_TH, weight_TK = (drop_tokens(pad(v, (0, 0, 0, share)), dim=0) for v in (x_TH, routes.weight_TK))
         expert_TK = drop_tokens(pad(routes.expert_TK, (0, 0, 0, share), value=-1), dim=0)
         part = Routes(expert_TK=expert_TK, weight_TK=weight_TK, num_experts=routes.num_experts)
-        return gather_tokens(ffn(x_TH, part, weights, branch), dim=0)[:T]
+        return gather_tokens(ffn(x_TH, part, weights), dim=0)[:T]
 
     def _timed_exchange(self, phase: str):
         timer, field = {"dispatch": (FIRST_ALLTOALL_TIMER, "time_falltoall"),

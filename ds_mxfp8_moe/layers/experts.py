@@ -82,7 +82,7 @@ class MXFP8Experts(nn.Module):
         ffn = self.mxfp8_settings.ffn(self, x_TH, routes, None)
         frozen = frozen_of(self)
         weights = {"gate": self.w1, "up": self.w3, "down": self.w2} if frozen is None else {}
-        y_TH = ffn(x_TH, routes, {**weights, **self.biases()}, None, self.low_rank(), frozen)
+        y_TH = ffn(x_TH, routes, {**weights, **self.biases()}, self.low_rank(), frozen)
         return y_TH.reshape(hidden_states.shape)
 
     @tell_peers_on_error
