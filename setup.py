@@ -18,6 +18,7 @@ PACKAGE_DIRS = {
     "ds_mxfp8_moe.ops": "ops",
     "ds_mxfp8_moe.ops.op_builder": "ops/op_builder",
     "ds_mxfp8_moe.ops.triton_kernels": "ops/triton_kernels",
+    "ds_mxfp8_moe_hook": "ds_mxfp8_moe/hook",  # beside the package, since torch imports it, and not the package
 }
 
 # With which AutoEP of DeepSpeed 0.19.8 starts under this package. TRANSFORMERS in ds_mxfp8_moe/engine/advice.py says
@@ -75,5 +76,6 @@ setup(
     ],
     extras_require={"mpi": MPI, "examples": EXAMPLES, "docs": DOCS, "test": TEST},
     entry_points={"console_scripts": ["ds_mxfp8_report = ds_mxfp8_moe.report:main",
-                                      "ds_mxfp8_plot_metrics = ds_mxfp8_moe.plot_metrics:main"]},
+                                      "ds_mxfp8_plot_metrics = ds_mxfp8_moe.plot_metrics:main"],
+                  "torch.backends": ["ds_mxfp8_moe = ds_mxfp8_moe_hook:arm"]},
 )

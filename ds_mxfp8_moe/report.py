@@ -86,6 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for transport in statuses:
         _line(f"transport {transport.name}", f"{'[OKAY]' if transport.available else '[NO]'} {transport.reason}")
     _line("launches of the experts' kernels", launches())
+    _line("switched on by the section alone", hook())
     _line("check of the kernels", kernels_check())
 
     problem = print_section(args.config, args.model, statuses)
@@ -165,6 +166,14 @@ def launches() -> str:
         return f"[NO] each from Python, which is slower: {why_not}"
     usable, text = _extension(ReplayBuilder())
     return f"[OKAY] recorded and replayed; {text}" if usable else f"[NO] each from Python, which is slower: {text}"
+
+
+def hook() -> str:
+    """Whether engines read the section in programs that do not import the package."""
+    if not importlib.metadata.entry_points(group="torch.backends", name="ds_mxfp8_moe"):
+        return "[NO] the package is not installed here: call ds_mxfp8_moe.enable()"
+    off = [name for name in ("DS_MXFP8_MOE_AUTO", "TORCH_DEVICE_BACKEND_AUTOLOAD") if os.environ.get(name) == "0"]
+    return f"[NO] {off[0]} is 0: call ds_mxfp8_moe.enable()" if off else "[OKAY] armed; DS_MXFP8_MOE_AUTO=0 is off"
 
 
 def kernels_check() -> str:

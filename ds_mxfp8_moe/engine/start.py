@@ -116,6 +116,11 @@ def enable() -> None:
         atexit.register(_say_no_engine)
 
 
+def is_reading() -> bool:
+    """Whether the config of the engine that is being made is read, by `initialize` or after `enable`."""
+    return _READ.get()
+
+
 def _say_no_engine() -> None:
     if os.environ.get("RANK", "0") == "0" and not hasattr(sys, "last_type"):  # nor after an error
         print(NO_ENGINE, flush=True)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 import ds_mxfp8_moe, ds_mxfp8_moe.ops
-names = [m.name for m in pkgutil.walk_packages(ds_mxfp8_moe.__path__, "ds_mxfp8_moe.")]
+names = [m.name for m in pkgutil.walk_packages(ds_mxfp8_moe.__path__, "ds_mxfp8_moe.") if not m.name.endswith(".hook")]
 for name in names:
     importlib.import_module(name)
 print(ds_mxfp8_moe.__file__)
@@ -41,7 +41,7 @@ def modules() -> list[str]:
     sources = [p.relative_to(ROOT) for p in (ROOT / "ds_mxfp8_moe").rglob("*.py") if "ops" not in p.parts]
     sources += ["ds_mxfp8_moe" / p.relative_to(ROOT) for p in (ROOT / "ops").rglob("*.py")]
     names = {".".join(p.with_suffix("").parts).removesuffix(".__init__") for p in sources}
-    return sorted(names - {"ds_mxfp8_moe"})
+    return sorted(names - {"ds_mxfp8_moe", "ds_mxfp8_moe.hook"})  # the hook is a package of its own
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +91,30 @@ def test_wheel_imports_completely_from_anywhere(dist, tmp_path):
     assert found.split() == modules()
 
 
+# What each line of a program has imported: Python's start, torch, and DeepSpeed.
+HOOKED = """
+import sys
+
+def ours():
+    return sorted(name for name in sys.modules if name.startswith("ds_mxfp8_moe"))
+
+assert not ours(), ours()
+import torch
+assert ours() == ["ds_mxfp8_moe_hook"], ours()
+import deepspeed
+assert ours() == ["ds_mxfp8_moe_hook"] and hasattr(deepspeed.DeepSpeedEngine.__init__, "__wrapped__"), ours()
+print("armed")
+"""
+
+
+@pytest.mark.slow
+def test_installing_it_arms_the_hook_and_imports_nothing(dist, tmp_path):
+    wheel, = dist.glob("*.whl")
+    run("-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", tmp_path, wheel, cwd=tmp_path)
+    assert run("-c", HOOKED, cwd=tmp_path, path=tmp_path) == "armed\n"
+    assert "[OKAY] armed" in run("-m", "ds_mxfp8_moe.report", cwd=tmp_path, path=tmp_path)
+
+
 @pytest.mark.slow
 def test_editable_install_imports_completely(copy, tmp_path):
     site = tmp_path / "site"
@@ -121,6 +145,7 @@ def test_metadata(dist):
     assert "## Install" in description and "](examples" not in description and "](.github" not in description
     assert "ds_mxfp8_report = ds_mxfp8_moe.report:main" in scripts
     assert "ds_mxfp8_plot_metrics = ds_mxfp8_moe.plot_metrics:main" in scripts
+    assert "ds_mxfp8_moe = ds_mxfp8_moe_hook:arm" in scripts
     core, extra = [{re.match(r"\w+", line)[0].lower() for line in re.findall(r"^Requires-Dist: (.*)$", metadata, re.M)
                     if ("extra ==" in line) == optional} for optional in (False, True)]
     # transformers and peft are imported where there is one of their models, matplotlib by ds_mxfp8_plot_metrics.

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hook that makes the section enough, and the command that runs a script after `enable`."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# As torch calls it where the package is installed.
+ARM = f"""
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("ds_mxfp8_moe_hook", {str(ROOT / "ds_mxfp8_moe/hook/__init__.py")!r})
+sys.modules[spec.name] = hook = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(hook)
+hook.arm(), hook.arm()
+"""
+SCRIPT = """
+import contextlib, io, sys
+import deepspeed, torch, transformers
+
+def train(initialize, **sections):
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1},
+              "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}, **sections}
+    sizes = dict(vocab_size=128, hidden_size=64, intermediate_size=64, moe_intermediate_size=64, num_hidden_layers=1,
+                 num_attention_heads=2, num_key_value_heads=2, head_dim=32, num_experts=4, num_experts_per_tok=2)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen3MoeConfig(**sizes))
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        engine, *_ = initialize(model=model, config=config)
+    ids = torch.arange(64)[None]
+    for _ in range(2):
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+    engine.destroy()
+    return said.getvalue(), loss.item()
+
+EP, OURS = {"enabled": True, "autoep_size": 1}, {"enabled": True, "min_tokens_per_expert": 0}
+CONVERTED = "mxfp8_moe: 1 of 1 MoE layers converted"
+"""
+
+
+def run(code: str, *command: str, **variables: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"DS_ACCELERATOR": "cpu", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0",
+                                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "PYTHONPATH": str(ROOT)} | variables
+    return subprocess.run([sys.executable, *(command or ("-c", textwrap.dedent(code)))], env=environment,
+                          capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=240)
+
+
+def passed(done: subprocess.CompletedProcess) -> str:
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_section_alone_switches_an_engine_on():
+    passed(run(ARM + SCRIPT + """
+plain = deepspeed.runtime.engine.DeepSpeedEngine.__init__
+_, before = train(deepspeed.initialize)
+said, after = train(deepspeed.initialize, mxfp8_moe={"enabled": False})
+assert after == before and "mxfp8_moe" not in said, said
+assert not any(name.startswith("ds_mxfp8_moe.") for name in sys.modules), "the package was imported"
+for _ in range(2):  # a second engine of the process, too
+    said, loss = train(deepspeed.initialize, expert_parallel=EP, mxfp8_moe=OURS)
+    assert said.count(CONVERTED) == 1, said
+    assert abs(loss - before) < 0.01 * before, (loss, before)
+import ds_mxfp8_moe
+for initialize in (ds_mxfp8_moe.initialize, deepspeed.initialize):
+    said, again = train(initialize, expert_parallel=EP, mxfp8_moe=OURS)
+    assert said.count(CONVERTED) == 1 and again == loss, said
+    ds_mxfp8_moe.enable()
+assert train(deepspeed.initialize)[1] == before
+"""))
+
+
+def test_a_wrong_section_is_the_packages_error():
+    done = run(ARM + SCRIPT + "train(deepspeed.initialize, expert_parallel=EP, mxfp8_moe={'recipes': 'mxfp8'})")
+    assert done.returncode == 1 and "ConfigError" in done.stderr and "recipes" in done.stderr
+
+
+def test_a_variable_switches_the_hook_off():
+    passed(run(ARM + """
+assert hook._Finder not in sys.meta_path
+import deepspeed
+assert not hasattr(deepspeed.runtime.engine.DeepSpeedEngine.__init__, "__wrapped__")
+""", DS_MXFP8_MOE_AUTO="0"))
+
+
+def test_importing_deepspeed_imports_nothing_of_the_package():
+    passed(run(ARM + """
+import deepspeed
+assert "ds_mxfp8_moe" not in sys.modules and hook._Finder not in sys.meta_path
+"""))
+
+
+@pytest.mark.parametrize("as_module", [False, True])
+def test_a_script_after_enable(as_module, tmp_path):
+    script = tmp_path / "train_moe.py"
+    script.write_text(SCRIPT + """
+assert sys.argv[1:] == ["--rate", "3"] and __name__ == "__main__", sys.argv
+said, _ = train(deepspeed.initialize, expert_parallel=EP, mxfp8_moe=OURS)
+print(said)
+""")
+    given = ["-m", "train_moe"] if as_module else [str(script)]
+    done = run("", "-m", "ds_mxfp8_moe.run", *given, "--rate", "3", PYTHONPATH=f"{ROOT}:{tmp_path}")
+    assert "mxfp8_moe: 1 of 1 MoE layers converted" in passed(done)
+
+
+@pytest.mark.parametrize("given, expected", [([], "usage: "), (["nowhere.py"], "nowhere.py: no such script")])
+def test_a_command_without_a_script(given, expected):
+    done = run("", "-m", "ds_mxfp8_moe.run", *given)
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith(expected)
