@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every name of another library that this package reads, calls, overrides or patches although it is not promised.
 
+Names that the library documents need no row: DeepSpeedEngine.save_checkpoint, PeftModel.save_pretrained, Gluon.
+
     missing("metrics")    # None: all names of this feature are there. Else what is not
 
 A release may take a name away or give a function other parameters. Then the package leaves the feature out, and one
@@ -17,8 +19,8 @@ used is one string, with a space after each name:
     name#0123abcd       a function or a class whose source has a SHA-256 that begins so, since the package
                         rewrites what it does
 
-The features "kernels", "recordings" and "nvlink" do not ask here, since they decide by themselves: a kernel that does
-not compile and an exchange that fails are left out by a check at first use, and an unknown launcher by its release.
+The features "recordings" and "nvlink" do not ask here, since they decide by themselves: an exchange that fails is left
+out by a check at first use, and an unknown launcher by its release.
 """
 
 import importlib
@@ -64,7 +66,6 @@ FEATURES = {
     "router replay": "routes are neither recorded nor replayed",
     "recordings": "the host launches each kernel from Python, which is slower",
     "nvlink": "tokens travel by NCCL",
-    "kernels": "MXFP8 layers run in bf16",
 }
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
@@ -105,7 +106,6 @@ NAMES = tuple(Row(*row) for row in (
     ("classic layers", "deepspeed.moe.sharded_moe:TopKGate",
      "forward(self, input, used_token, ...) .drop_tokens .k .min_capacity .wg"),
     ("classic layers", "deepspeed.moe.experts:Experts", ".deepspeed_experts"),
-    ("classic layers", "deepspeed.moe.mappings", "drop_tokens(input_, dim, ...) gather_tokens(input_, dim, ...)"),
     ("classic layers", "torch.nn:Module",
      "._backward_hooks ._backward_pre_hooks ._forward_hooks ._forward_pre_hooks ._modules ._parameters"),
     ("classic layers", "deepspeed.utils.groups", "_get_expert_model_parallel_world_size mpu"),
@@ -126,13 +126,9 @@ NAMES = tuple(Row(*row) for row in (
      "_get_expert_broadcast_src_rank _get_expert_data_parallel_group _get_expert_parallel_group"),
     ("stacked experts", "transformers.models.mixtral.modeling_mixtral:MixtralExperts", "_apply_gate"),
 
-    ("LoRA on experts", "peft", "PeftModel"),
     ("LoRA on experts", "peft.tuners.lora.layer:ParamWrapper",
      "get_param ._did_swap_in_out_features .num_experts .parameter_name"),
-    ("LoRA on experts", "peft.tuners.lora.layer:LoraLayer", ".base_layer .lora_A .lora_B .scaling get_base_layer"),
-    ("LoRA on experts", "peft.tuners.lora.layer:Linear", "forward(self, x, ...)"),
-    ("LoRA on experts", "torch.nn:Module", "._forward_hooks"),
-    ("LoRA on experts", "peft.tuners.tuners_utils:BaseTunerLayer", "active_adapters disable_adapters"),
+    ("LoRA on experts", "peft.tuners.lora.layer:LoraLayer", ".base_layer .lora_A .lora_B .scaling"),
     ("LoRA on experts", "peft.utils.other", "AuxiliaryTrainingWrapper"),
 
     ("FP8 experts", "transformers.integrations.finegrained_fp8:FP8Experts",
@@ -149,12 +145,8 @@ NAMES = tuple(Row(*row) for row in (
      ".dtype .ignore_mismatched_sizes .weight_mapping"),
     ("from_pretrained", "transformers.modeling_utils:LoadStateDictInfo", ".conversion_errors .mismatched_keys"),
     ("from_pretrained", "transformers.core_model_loading",
-     "WeightConverter rename_source_key(source_key, weight_renamings, weight_converters, base_model_prefix, "
+     "rename_source_key(source_key, weight_renamings, weight_converters, base_model_prefix, "
      "meta_state_dict, ...)"),
-    ("from_pretrained", "transformers.core_model_loading:WeightConverter",
-     ".operations .source_patterns .target_patterns"),
-    ("from_pretrained", "transformers.core_model_loading:ConversionOps",
-     "convert(self, input_dict, source_patterns, target_patterns, ...)"),
     ("from_pretrained", "transformers.integrations.deepspeed", "_hf_deepspeed_config_weak_ref"),
     ("from_pretrained", "transformers.quantizers.quantizer_mxfp4:Mxfp4HfQuantizer", "validate_environment"),
     ("own optimizer", _ENGINE,
@@ -172,59 +164,44 @@ NAMES = tuple(Row(*row) for row in (
     ("batch_gradients", "torch", "_foreach_add_ _foreach_copy_ _foreach_div_ _foreach_norm"),
     ("batch_gradients", "torch._utils", "_unflatten_dense_tensors(flat, tensors)"),
     ("batch_gradients", f"{_ZERO}:GradPartitionBufferGroup", "._view_specs"),
-    ("batch_gradients", "deepspeed.runtime.constants", "PIPE_REPLICATED"),
-    ("batch_gradients", "deepspeed.runtime.torch_autocast", "is_autocast_initialized"),
-    ("batch_gradients", "deepspeed.runtime.utils",
-     "is_model_parallel_parameter mask_nan_or_inf_with_val_inplace(input, device, ...)"),
-    ("batch_gradients", "deepspeed.runtime.zero.utils", "get_norm_dtype"),
     ("batch_gradients", "torch._C", "_current_graph_task_id _will_engine_execute_node"),
     ("batch_gradients", "torch:Tensor", "_backward_hooks _post_accumulate_grad_hooks"),
 
     ("steps", "torch._C", "_current_autograd_node"),
-    ("steps", _ENGINE, "_take_model_step destroy .global_steps .optimizer .skipped_steps"),
+    ("steps", _ENGINE, "_take_model_step .skipped_steps"),
     ("clipping", _ENGINE, "clip_fp32_gradients gradient_clipping zero_optimization .has_moe_layers .mpu"),
     ("clipping", "deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer",
      "unscale_and_clip_grads(self, total_norm, ...) ._global_grad_norm"),
-    ("sparing the host", _ENGINE, "backward .tput_timer"),
+    ("sparing the host", _ENGINE, ".tput_timer"),
     ("sparing the host", "deepspeed.utils.timer:ThroughputTimer", ".config"),
     ("sparing the host", "deepspeed.utils.config:DeepSpeedThroughputTimerConfig", ".synchronized"),
     ("keep_quantized_weights", _ENGINE,
-     "_take_model_step destroy gradient_accumulation_steps load_checkpoint offload_states "
-     "zero_optimization_partition_weights .zenflow"),
+     "_take_model_step zero_optimization_partition_weights .zenflow"),
     ("graph_attention", _ENGINE,
-     "autotp_size destroy zero_optimization_partition_weights .sequence_parallel_size"),
+     "autotp_size zero_optimization_partition_weights .sequence_parallel_size"),
     ("graph_attention", "torch._C:_autograd", "_top_saved_tensors_default_hooks"),
     ("graph_attention", "torch:Tensor", "_backward_hooks _version"),
     ("graph_attention", "torch.nn:Module",
      "._backward_hooks ._backward_pre_hooks ._forward_hooks ._forward_pre_hooks ._parameters"),
-    ("metrics", _ENGINE, ".device .global_samples .global_steps .monitor"),
-    ("metrics", "deepspeed.monitor.monitor:MonitorMaster", "write_events(self, event_list) .enabled"),
+    ("metrics", _ENGINE, ".global_samples"),
 
     ("saving", _ENGINE,
-     "_zero3_consolidated_16bit_state_dict autotp_size "
-     "save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)"),
+     "_zero3_consolidated_16bit_state_dict autotp_size"),
     ("saving", "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3", "checkpoint_event_epilogue(self)"),
     ("saving", "transformers.core_model_loading", "._weight_conversions"),
-    ("saving by Trainer and Accelerate", "accelerate.accelerator:Accelerator",
-     "get_state_dict(self, model, ...) save_model(self, model, ...)"),
     ("saving by Trainer and Accelerate", "transformers.modeling_utils:PreTrainedModel",
-     "_hf_peft_config_loaded save_pretrained(self, save_directory, is_main_process, state_dict, ...)"),
+     "_hf_peft_config_loaded"),
     ("saving by Trainer and Accelerate", "transformers.core_model_loading", "revert_weight_conversion"),
     ("saving by Trainer and Accelerate", "transformers.trainer:Trainer", ".deepspeed"),
-    ("saving by Trainer and Accelerate", "peft:PeftModel",
-     "save_pretrained(self, save_directory, is_main_process, ...)"),
 
     ("exporting", "transformers.core_model_loading", "revert_weight_conversion(model, state_dict)"),
     ("exporting", "peft.tuners.lora.layer:LoraLayer",
-     ".active_adapters .disable_adapters .lora_A .lora_bias .lora_embedding_A .lora_variant .merged_adapters "
-     "get_base_layer"),
+     ".lora_A .lora_bias .lora_embedding_A .lora_variant"),
     ("exporting", "peft.tuners.lora.layer:Linear", "get_delta_weight(self, adapter)"),
 
     ("loading", _ENGINE,
-     "load_checkpoint(self, load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, "
-     "load_module_only, ...) load_module_state_dict(self, checkpoint, ...) "
-     "save_checkpoint(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters) "
-     "_copy_recovery_script(self, save_path) destroy load_universal_checkpoint use_node_local_storage "
+     "load_module_state_dict(self, checkpoint, ...) _copy_recovery_script(self, save_path) load_universal_checkpoint "
+     "use_node_local_storage "
      "zero_nvme_offload_optimizer zero_optimization_partition_weights .checkpoint_engine .has_moe_layers .local_rank "
      ".param_names .seq_dp_world_size"),
     ("loading", "deepspeed.runtime.checkpoint_engine.checkpoint_engine:CheckpointEngine",
@@ -252,14 +229,6 @@ NAMES = tuple(Row(*row) for row in (
     ("nvlink", "torch._C", "_cuda_getCurrentRawStream"),
     ("nvlink", "torch.distributed._symmetric_memory", "_SymmetricMemory rendezvous(tensor, group)"),
     ("nvlink", "torch.distributed.distributed_c10d", "_get_default_store _register_process_group"),
-    ("kernels", "triton.experimental.gluon", "jit"),
-    ("kernels", "triton.experimental.gluon.language",
-     "BlockedLayout NVMMADistributedLayout NVMMASharedLayout SliceLayout SwizzledSharedLayout "
-     "allocate_shared_memory convert_layout inline_asm_elementwise static_range warp_specialize"),
-    ("kernels", "triton.experimental.gluon.language.nvidia.hopper",
-     "fence_async_shared mbarrier tma warpgroup_mma warpgroup_mma_wait"),
-    ("kernels", "triton.experimental.gluon.nvidia.hopper:TensorDescriptor",
-     ".base .block_shape .layout .padding .shape .strides"),
 ))
 
 
