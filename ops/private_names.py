@@ -36,7 +36,7 @@ from hashlib import sha256
 from typing import Any, NamedTuple
 
 # The oldest release of each library in which all of its names were seen. Newer ones that were tested: works_with.md.
-SINCE = {"deepspeed": "0.19.8", "transformers": "5.17.0", "peft": "0.21.2", "accelerate": "1.15.0", "torch": "2.11.0",
+SINCE = {"deepspeed": "0.19.8", "transformers": "5.17.0", "peft": "0.21.2", "torch": "2.11.0",
          "triton": "3.6.0"}
 
 # What a user loses without a feature.
