@@ -150,7 +150,8 @@ NAMES = tuple(Row(*row) for row in (
     ("from_pretrained", "transformers.integrations.deepspeed", "_hf_deepspeed_config_weak_ref"),
     ("from_pretrained", "transformers.quantizers.quantizer_mxfp4:Mxfp4HfQuantizer", "validate_environment"),
     ("own optimizer", _ENGINE,
-     "_configure_optimizer(self, client_optimizer, model_parameters) zero_optimization_stage .has_moe_layers"),
+     "_configure_bf16_optimizer(self, optimizer) _configure_optimizer(self, client_optimizer, model_parameters) "
+     "zero_optimization_stage .has_moe_layers"),
     ("own optimizer", "torch.optim.lr_scheduler:LRScheduler", "._opt_called"),
 
     ("compiled models", "torch._dynamo:OptimizedModule", "._orig_mod .dynamo_ctx"),

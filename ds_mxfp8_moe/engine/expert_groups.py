@@ -9,10 +9,12 @@ Beside an optimizer in the config, DeepSpeed splits the groups of `model_paramet
 
 Where experts alone are trained, the group of all else is empty or frozen. ZeRO-1 and 2 take no such group.
 
-All experts may be frozen, as with LoRA. Then no group is one of experts, which is an error in DeepSpeed.
+All experts may be frozen, as with LoRA, and an engine may have no optimizer, as that of a reference model. Then no
+group is one of experts, which is an error in DeepSpeed.
 """
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -29,11 +31,12 @@ NUMBER = "number"  # key of the twin's groups, since ZeRO steps them one at a ti
 OWN_KEYS = ("params", "name", "moe", NUMBER)
 
 
-def any_groups_allowed() -> AbstractContextManager:
+@contextmanager
+def any_groups_allowed() -> Iterator[None]:
     """Engines made inside the context take parameter groups without names beside an optimizer in the config.
 
-    With ZeRO-1 or 2 they take optimizers without groups of experts. If all experts are frozen, their optimizers are
-    made as if the model had no MoE layers.
+    With ZeRO-1 or 2 they take optimizers without groups of experts. If all experts are frozen, or there is no
+    optimizer, they are made as if the model had no MoE layers.
     """
 
     def configure(plain, self, optimizer, parameters):
@@ -44,7 +47,13 @@ def any_groups_allowed() -> AbstractContextManager:
         with lent(self, "has_moe_layers", self.has_moe_layers and needed):
             return plain(self, optimizer, parameters)
 
-    return patched(DeepSpeedEngine, "_configure_optimizer", configure)
+    def configure_bf16(plain, self, optimizer):
+        with lent(self, "has_moe_layers", self.has_moe_layers and optimizer is not None):
+            return plain(self, optimizer)
+
+    with patched(DeepSpeedEngine, "_configure_optimizer", configure), \
+            patched(DeepSpeedEngine, "_configure_bf16_optimizer", configure_bf16):
+        yield
 
 
 def named_groups(parameters: list) -> list:

@@ -52,6 +52,7 @@ def hook_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig, converted: int)
         hook_steps(engine)
         spare_the_host(engine)
         clip_by_whole_norm(engine)
+        end_generation_together(engine)
     batch_gradients(engine, config, converted)
     keep_quantized_weights(engine, config, converted)
     balance_loads(engine)
@@ -108,6 +109,20 @@ def spare_the_host(engine: DeepSpeedEngine) -> None:
             return plain(*args, **kwargs)
 
     wrap(engine, "backward", backward, until=engine)
+
+
+def end_generation_together(engine: DeepSpeedEngine) -> None:
+    """Lets transformers' generate() go on, on every rank, until all ranks have ended: each needs the others' experts.
+
+    transformers does so by itself in ZeRO-3 alone. A second call changes nothing.
+    """
+
+    def generate(plain, *args, synced_gpus=None, **kwargs):
+        return plain(*args, synced_gpus=True if synced_gpus is None else synced_gpus, **kwargs)
+
+    for module in engine.module.modules():
+        if hasattr(type(module), "generate") and any(block.ep_size > 1 for _, block in expert_blocks(module)):
+            wrap(module, "generate", generate, until=engine)
 
 
 def batch_gradients(engine: DeepSpeedEngine, config: MXFP8MoEConfig, converted: int) -> None:
