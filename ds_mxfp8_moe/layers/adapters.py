@@ -152,6 +152,7 @@ def named_modules(experts: nn.Module, plain: Callable, memo: set | None, prefix:
 def take_wrappers(experts: nn.Module, wrapper: nn.Module) -> None:
     """Moves PEFT's wrappers from around spread experts into them. `wrapper`: the outermost."""
     chain = wrappers_of(wrapper)
+    vars(wrapper).pop("forward", None)  # Liger's, which took the wrapper for the experts
     chain[-1].base_layer = ElsewhereExperts({one.parameter_name for one in chain})
     experts.adapters = wrapper
     experts.register_state_dict_post_hook(_publish_names)

@@ -138,15 +138,6 @@ def exchanges():
     local.plan_rows(slot, E, P)
 
 
-def routers():
-    route, bias = module("route"), torch.empty(E)
-    for dtype, sigmoid in ((BF16, False), (F32, True)):
-        logits = torch.empty(T, E, dtype=dtype)
-        for chosen in (None, torch.empty(T, K, dtype=torch.int16)):
-            route.route(logits, K, sigmoid, True, 1.0, bias, bias if sigmoid else None, chosen)
-        route.route_backward(logits, torch.empty(T, K).long(), torch.empty(T, K), sigmoid, True, 1.0)
-
-
 def hopper_gemms():
     gemm, wgrad = module("grouped_gemm_hopper"), module("grouped_wgrad_hopper")
     wide, narrow = 128 * 132, 128
@@ -195,7 +186,6 @@ CASES = {
     "casts": (casts, BOTH),
     "exchanges": (exchanges, BOTH),
     "merges": (merges, BOTH),
-    "routers": (routers, BOTH),
     "hopper_bf16_gemms": (hopper_bf16_gemms, (HOPPER, )),
     "hopper_gemms": (hopper_gemms, (HOPPER, )),
 }
@@ -299,11 +289,6 @@ def test_shared_memory_is_read_before_it_is_brought_again(launches):
                 unfenced = False
             assert not (unfenced and "mbarrier.arrive.shared" in line), launch.kernel
     assert len(readers) == 2  # of bf16 and of MXFP8
-
-
-def test_replayed_routes_are_summed_like_chosen_ones(launches):
-    routes = [launch.sums for launch in launches if launch.kernel.endswith("route._route_kernel")]
-    assert routes and all(routes) and routes[::2] == routes[1::2]
 
 
 def test_memory_is_moved_by_16_bytes(launches):

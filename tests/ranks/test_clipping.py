@@ -37,7 +37,7 @@ def autoep_step(**changes) -> tuple:
     net = engine(SECTION, 0, **{**SGD, **changes})
     with torch.no_grad():
         for layer in net.module.model.layers:
-            layer.mlp.router.gate.weight[1:] = -layer.mlp.router.gate.weight[0]
+            layer.mlp.gate.weight[1:] = -layer.mlp.gate.weight[0]
     ids = batch(0)
     return step(net, net(input_ids=ids, labels=ids).loss)
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints that plain AutoEP and earlier versions of this package wrote load where the block is transformers' own:
-weights by a mapping of names, and float32 masters and moments where the order of parameters allows it."""
+"""Checkpoints that plain AutoEP and earlier versions of this package wrote load where experts are spread: weights by
+a mapping of names, and float32 masters and moments where the order of parameters allows it."""
 
 import pytest
 import torch
 from autoep_models import model, train_engine
 from slow import slow_except
-from test_autoep_checkpoints import MXFP8, PLAIN, build, state, to_universal
+from test_spread_checkpoints import MXFP8, PLAIN, build, state, to_universal
 
 from ds_mxfp8_moe.checkpoint.earlier_names import EarlierNames
 from ds_mxfp8_moe.layers.experts import expert_blocks, spread
@@ -37,9 +37,7 @@ def written(directory, stage, family):
 
 
 def read(directory, stage, family, tag="two", **changes):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DS_MXFP8_MOE_SPREAD_ALL", "1")
-        engine = build({**MXFP8, "recipe": "bf16"}, stage, 2, family=family, seed=1, **changes)
+    engine = build({**MXFP8, "recipe": "bf16"}, stage, 2, family=family, seed=1, **changes)
     assert list(expert_blocks(engine.module))
     path, _ = engine.load_checkpoint(str(directory), tag=tag)
     return path is not None, state(engine), train_engine(engine, range(2, 4))

@@ -153,15 +153,49 @@ def test_all_tokens_to_one_expert(ranks2):
     ranks2.run(in_float32, "mixtral", (33, 7), expert=5)
 
 
-def in_mxfp8(form: str) -> dict[str, float]:
-    pairs = compared(form, {"min_tokens_per_expert": 0}, (96, 64))
+def in_mxfp8(form: str, section: dict) -> dict[str, float]:
+    pairs = compared(form, {"min_tokens_per_expert": 0, **section}, (96, 64))
     return {name: float(sqnr_db(expected, got)) for name, (expected, got) in pairs.items()}
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_mxfp8_is_near(ranks2, form):
-    for db in ranks2.run(in_mxfp8, form):
+@pytest.mark.parametrize("form, section", [
+    *((form, {}) for form in FORMS), ("mixtral", {"scale_block_size": 128}), ("gpt_oss", {"recipe": "mxfp8"}),
+    ("nemotron_h", {"recipe": "mxfp8", "scale_block_size": 128}), ("mixtral", {"scaling_mode": "floor"})])
+def test_mxfp8_is_near(ranks2, form, section):
+    for db in ranks2.run(in_mxfp8, form, section):
         assert min(db.values()) > 19, db
+
+
+def nearness(own: nn.Module, block: nn.Module, given: tuple) -> list[tuple[float, float]]:
+    """How near transformers' experts, and ours, are to transformers' in float32: outputs and gradients, in dB."""
+    names = "output", "input", "weights"
+    theirs, ours = gradients(own, *given), gradients(block, *given)
+    exact = gradients(own.float(), given[0].float(), *given[1:])
+    assert all(ours[name].dtype == theirs[name].dtype for name in names)
+    return [(float(sqnr_db(exact[name], theirs[name])), float(sqnr_db(exact[name], ours[name]))) for name in names]
+
+
+def in_bfloat16() -> list[tuple[float, float]]:
+    rank, dtype = dist.get_rank(), torch.bfloat16
+    return nearness(*blocks("mixtral", {"recipe": "bf16"}, dtype), routed(64, rank, dtype))
+
+
+def test_in_bfloat16_it_is_no_farther_from_the_exact_answer_than_transformers(ranks2):
+    for found in ranks2.run(in_bfloat16):
+        assert all(ours >= max(45, theirs - 0.5) for theirs, ours in found), found
+
+
+def dtypes_apart(tokens: torch.dtype, experts: torch.dtype) -> list[tuple[float, float]]:
+    own, block = blocks("mixtral", {"recipe": "bf16"}, experts)
+    return nearness(own.to(tokens), block, routed(64, dist.get_rank(), tokens))
+
+
+@pytest.mark.parametrize("tokens, experts, least", [(torch.float32, torch.bfloat16, 100),
+                                                    (torch.bfloat16, torch.float32, 40),
+                                                    (torch.float16, torch.bfloat16, 40)])
+def test_experts_compute_in_the_dtype_of_the_tokens(ranks2, tokens, experts, least):
+    for found in ranks2.run(dtypes_apart, tokens, experts):
+        assert min(ours for _, ours in found) > least, found
 
 
 def without_experts() -> None:

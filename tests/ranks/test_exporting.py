@@ -14,7 +14,6 @@ import torch
 from autoep_models import batch, ds_config, model, train_engine
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from models import Layout, SwiGLU, make_engine
-from preset_models import ARCHITECTURES, tiny_model
 from slow import slow_except
 from test_lora import with_adapters
 from test_pretrained import HELD_OUT, held_out_loss, loaded
@@ -25,11 +24,9 @@ import ds_mxfp8_moe
 from ds_mxfp8_moe import export_weights, save_pretrained
 from ds_mxfp8_moe.compute import casts
 from ds_mxfp8_moe.compute.mx import dequantize, quantize_tiles
+from small_models import small_model
 
 SIZES = {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 128}
-STACKED = ("gpt_oss", "granitemoe", "granitemoehybrid", "granitemoeshared", "minimax_m3_vl_text")
-TYPES = [model_type for model_type in ARCHITECTURES if model_type not in STACKED]
-QUICK = ["lfm2_moe", "mixtral"]
 
 
 def config_of(section=None, stage=1, ep_size=2) -> dict:
@@ -50,7 +47,7 @@ def saved(directory, model_type, combinations):
     """Whether every combination of stage and EP writes and exports the same. The files are those of the first."""
     first = None
     for stage, ep_size in combinations:
-        engine = engine_of(tiny_model(model_type, **SIZES), stage=stage, ep_size=ep_size)
+        engine = engine_of(small_model(model_type, **SIZES), stage=stage, ep_size=ep_size)
         if first is None:
             save_pretrained(engine, directory / "model")
             save_pretrained(engine, directory / "fp8", weights="fp8", max_shard_size="300KB")
@@ -74,7 +71,8 @@ def check_files(directory):
 EVERY_WAY = tuple(itertools.product((1, 2, 3), (1, 2)))
 
 
-@pytest.mark.parametrize("model_type", slow_except(TYPES, "lfm2_moe", "mixtral", "qwen3_moe"))
+@pytest.mark.parametrize("model_type", slow_except(
+    ["deepseek_v3", "lfm2_moe", "mixtral", "qwen3_moe"], "lfm2_moe", "mixtral"))
 def test_transformers_and_vllm_read_the_same_weights(ranks2, tmp_path, model_type):
     assert ranks2.run(saved, tmp_path, model_type, EVERY_WAY) == [True, True]
     check_files(tmp_path)
@@ -99,7 +97,7 @@ MULTIPLIED = {"scale_block_size": 128, "min_tokens_per_expert": 0}  # as tiles o
 
 def multiplied_and_exported(section):
     """Whether the FP8 weights are what a forward after a step multiplied with; what was printed."""
-    engine, made = engine_of(tiny_model("qwen3_moe", **SIZES), section), []
+    engine, made = engine_of(small_model("qwen3_moe", **SIZES), section), []
     train_engine(engine, range(1))
     quantize = casts.quantize_weights
 
@@ -131,15 +129,14 @@ def test_the_bytes_are_those_that_training_multiplies_with(ranks2, mode):
 
 
 def difference_told(section) -> str:
-    engine = engine_of(tiny_model("qwen3_moe", **SIZES), section, ep_size=1)
+    engine = engine_of(small_model("qwen3_moe", **SIZES), section, ep_size=1)
     with redirect_stdout(io.StringIO()) as printed:
         found = dict(export_weights(engine, rank_0_only=True))
     return printed.getvalue(), len(found)
 
 
 @pytest.mark.parametrize("section, trained, low, high", [
-    ({"scale_block_size": 32}, "blocks of 32", 100, 200), ({"recipe": "bf16"}, "unquantised weights", 31, 32),
-    ({"enabled": False}, "unquantised weights", 31, 32)])
+    ({"scale_block_size": 32}, "blocks of 32", 100, 200), ({"recipe": "bf16"}, "unquantised weights", 31, 32)])
 def test_one_line_says_how_far_other_trainings_are_from_these_bytes(ranks2, section, trained, low, high):
     (told, count), other = ranks2.run(difference_told, section)
     assert other == ("", 0) and count > 2 * 2 * 8 * 3
@@ -175,7 +172,7 @@ def test_the_files_have_the_loss_of_training(ranks2, tmp_path):
 
 def stopped_early(where, rank_0_only):
     """Whether the ranks can still talk after rank `where` has stopped; how many tensors this rank got."""
-    engine = engine_of(tiny_model("qwen3_moe", **SIZES), stage=3)
+    engine = engine_of(small_model("qwen3_moe", **SIZES), stage=3)
     count = 0
     for _ in export_weights(engine, bucket_bytes=1, rank_0_only=rank_0_only):
         count += 1
@@ -196,7 +193,7 @@ def test_a_rank_that_stops_early_leaves_nobody_waiting(ranks2, where, rank_0_onl
 
 def most_held(stage, weights, bucket_bytes):
     """The most bytes of exported tensors, beside the model's own, that exist at one time; and of all of them."""
-    engine = engine_of(tiny_model("qwen3_moe", **SIZES), stage=stage)
+    engine = engine_of(small_model("qwen3_moe", **SIZES), stage=stage)
     own = {p.untyped_storage().data_ptr() for p in engine.module.parameters()}
     held, most, total = {}, 0, 0
     for name, tensor in export_weights(engine, weights, bucket_bytes):
@@ -318,7 +315,7 @@ def test_adapters_of_experts_that_checkpoints_hold_stacked_are_merged(ranks2, tm
 
 def there_and_back(directory):
     """Whether files in FP8 that were loaded for LoRA of attention, and are saved before a step, are the same."""
-    save_pretrained(engine_of(tiny_model("qwen3_moe", **SIZES)), directory / "first", "fp8")
+    save_pretrained(engine_of(small_model("qwen3_moe", **SIZES)), directory / "first", "fp8")
     net = ds_mxfp8_moe.from_pretrained(directory / "first", config_of(stage=2), dtype=torch.bfloat16)
     net = peft.get_peft_model(net, peft.LoraConfig(target_modules=["q_proj"]))
     save_pretrained(engine_of(net, stage=2), directory / "second", "fp8")
@@ -390,15 +387,14 @@ def test_classic_layers_become_a_state_dict_in_fp8(ranks2, tmp_path):
 
 
 def refused(model_type, error, text, weights="fp8", **changes):
-    engine = engine_of(tiny_model(model_type, **changes))
+    engine = engine_of(small_model(model_type, **changes))
     for call in (export_weights, lambda engine, weights: save_pretrained(engine, "nowhere", weights)):
         with pytest.raises(error, match=text):
             call(engine, weights)
     return len(dict(export_weights(engine, "model"))) > 10
 
 
-@pytest.mark.parametrize("model_type, biases", [("gpt_oss", ", with biases"), ("granitemoe", ""),
-                                                ("minimax_m3_vl_text", "")])
+@pytest.mark.parametrize("model_type, biases", [("gpt_oss", ", with biases"), ("granitemoe", "")])
 def test_models_whose_experts_are_stacked_are_refused(ranks2, model_type, biases):
     text = (rf'of {model_type} hold the experts of a layer in one tensor{biases} \(model.layers.*\), and engines read '
             'no block FP8 in this form: take weights="model"')
@@ -416,7 +412,7 @@ ARGUMENTS = {"weights": ("fp8", "model"), "bucket_bytes": (2**30, 1), "rank_0_on
 
 def given_other_arguments(directory):
     """The errors of this rank, which gives other arguments than the other one; nobody waits."""
-    engine, rank, told = engine_of(tiny_model("qwen3_moe", **SIZES)), dist.get_rank(), []
+    engine, rank, told = engine_of(small_model("qwen3_moe", **SIZES)), dist.get_rank(), []
     calls = [lambda name=name, values=values: export_weights(engine, **{name: values[rank]})
              for name, values in ARGUMENTS.items()]
     calls += [lambda: save_pretrained(engine, directory, ("model", "fp8")[rank]),
@@ -442,7 +438,7 @@ def test_arguments_that_differ_between_ranks_are_an_error_on_every_rank(ranks2, 
 
 
 def no_room(directory):
-    engine = engine_of(tiny_model("qwen3_moe", **SIZES))
+    engine = engine_of(small_model("qwen3_moe", **SIZES))
     with pytest.raises(RuntimeError, match="could not be saved to .*: "):
         save_pretrained(engine, directory / "file", "fp8")
     with pytest.raises(ValueError, match="max_shard_size is 'large'"):

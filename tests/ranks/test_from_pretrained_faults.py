@@ -206,8 +206,8 @@ def called(net, config):
     ({"expert_parallel": {"enabled": False}}, None, '"expert_parallel": {"enabled": true'),
     ({}, partial(initialized, {"expert_parallel": {"enabled": True, "autoep_size": 1}}), "this rank loaded the exp"),
     ({}, partial(initialized, {"expert_parallel": {"enabled": False}}),
-     "layers.0.mlp.experts is held in MXFP8 alone, and AutoEP has not made a layer of it: the section "
-     "\"expert_parallel\" is {'enabled': False}."),
+     "layers.0.mlp.experts is held in MXFP8 alone, and is not spread over the ranks: the section \"expert_parallel\" "
+     "is {'enabled': False}."),
     ({}, partial(initialized, {"mxfp8_moe": {"enabled": False}}), 'write "mxfp8_moe": {"enabled": true}'),
     ({}, unfrozen, "gate_up_proj is to be trained, but is held in 8 bits alone"),
     ({}, called, "held in 8 bits, which transformers cannot compute: give the model to ds_mxfp8_moe.initialize")])

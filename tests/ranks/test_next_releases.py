@@ -8,11 +8,8 @@ from unittest import mock
 import deepspeed
 import deepspeed.comm as dist
 import pytest
-import torch
-from autoep_models import autoep_layers, ds_config, model
+from autoep_models import ds_config, model
 from autoep_models import train_engine as train_autoep
-from deepspeed.moe.ep_experts import GroupedExperts
-from deepspeed.moe.ep_router import TokenChoiceTopKRouter
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from models import DEFAULT, Layout, make_engine, train_steps
 from rank_pool import reset_deepspeed_groups
@@ -20,8 +17,6 @@ from rank_pool import reset_deepspeed_groups
 import ds_mxfp8_moe
 from ds_mxfp8_moe.engine import attach as attach_module
 from ds_mxfp8_moe.engine import self_check
-from ds_mxfp8_moe.layers import router as router_module
-from ds_mxfp8_moe.layers.autoep import MXFP8AutoEPMoELayer
 from ds_mxfp8_moe.layers.found import converted_layers
 from ds_mxfp8_moe.ops import private_names
 from ds_mxfp8_moe.ops.private_names import FEATURES, Row
@@ -67,9 +62,8 @@ def check(result, feature):
 
 
 @pytest.mark.parametrize("feature, section", [
-    ("steps", {}), ("batch_gradients", {}), ("loading", {}), ("saving", {}), ("recorders", {}), ("added presets", {}),
-    ("own optimizer", {}), ("LoRA on experts", {}), ("keep_quantized_weights", {"keep_quantized_weights": True}),
-    ("metrics", {"metrics": {"every": 1}})])
+    ("steps", {}), ("batch_gradients", {}), ("loading", {}), ("saving", {}), ("own optimizer", {}),
+    ("keep_quantized_weights", {"keep_quantized_weights": True}), ("metrics", {"metrics": {"every": 1}})])
 def test_training_goes_on_without_a_feature(ranks2, feature, section):
     result = ranks2.run(classic_without, feature, section)
     check(result, feature)
@@ -77,38 +71,40 @@ def test_training_goes_on_without_a_feature(ranks2, feature, section):
     assert layers > 0 and batched is (feature != "batch_gradients")
 
 
-def autoep_without(feature, section):
-    """Trains a Mixtral: as `classic`."""
+def autoep(change):
+    """Trains a model of transformers: as `classic`."""
     said = io.StringIO()
     reset_deepspeed_groups()
-    with without(feature), redirect_stdout(said):
-        engine, *_ = ds_mxfp8_moe.initialize(model=model(), config=ds_config({"enabled": True}))
+    with change(), redirect_stdout(said):
+        engine, *_ = ds_mxfp8_moe.initialize(model=model(), config=ds_config({"enabled": True}, stage=1))
         losses = train_autoep(engine, range(2))
-    layers = [type(layer) is MXFP8AutoEPMoELayer for layer in autoep_layers(engine.module)]
+    found = len(converted_layers(engine.module)), type(engine.optimizer) is not DeepSpeedZeroOptimizer
     engine.destroy()
-    return sum(layers), False, losses, said.getvalue()
+    return *found, losses, said.getvalue()
 
 
-@pytest.mark.parametrize("train, feature", [(classic_without, "classic layers"), (autoep_without, "AutoEP layers")])
-def test_layers_run_deepspeeds_own_path_without_their_names(ranks2, train, feature):
-    layers, batched, losses, said = ranks2.run(train, feature, {})[0]
-    assert layers == 0 and not batched and all(abs(loss) < 1e4 for loss in losses)
-    assert "not converted: deepspeed" in said and "DeepSpeedEngine.gone" in said
+def autoep_without(feature):
+    return autoep(lambda: without(feature))
+
+
+@pytest.mark.parametrize("run", [(classic_without, "classic layers", {}), (autoep_without, "stacked experts")])
+def test_layers_run_deepspeeds_own_path_without_their_names(ranks2, run):
+    layers, _, losses, said = ranks2.run(*run)[0]
+    assert layers == 0 and all(abs(loss) < 1e4 for loss in losses)
+    assert "DeepSpeedEngine.gone" in said
 
 
 @contextmanager
 def other_source():
-    plain = DeepSpeedZeroOptimizer.reduce_ipg_grads
-
-    def reduce_ipg_grads(self, comm_dtype=None):
-        return plain(self, comm_dtype)
-
-    with mock.patch.object(DeepSpeedZeroOptimizer, "reduce_ipg_grads", reduce_ipg_grads):
-        private_names._absent.cache_clear()
-        private_names._source.cache_clear()
-        yield
+    """A release whose ZeRO-1 and 2 have other code."""
+    digest = private_names._source_digest
     private_names._absent.cache_clear()
-    private_names._source.cache_clear()
+    try:
+        with mock.patch.object(private_names, "_source_digest",
+                               lambda of: "another" if of is DeepSpeedZeroOptimizer else digest(of)):
+            yield
+    finally:
+        private_names._absent.cache_clear()
 
 
 def classic_with_other_source():
@@ -119,7 +115,7 @@ def test_gradients_are_deepspeeds_own_where_its_functions_are_not_the_known_ones
     result = ranks2.run(classic_with_other_source)
     check(result, "batch_gradients")
     layers, batched, _, said = result[0]
-    assert layers > 0 and not batched and "another DeepSpeedZeroOptimizer.reduce_ipg_grads" in said
+    assert layers > 0 and not batched and ".DeepSpeedZeroOptimizer" in said and "has another" in said
 
 
 @contextmanager
@@ -141,53 +137,19 @@ def test_a_deepspeed_called_0_20_is_taken_as_it_is(ranks2):
 
 @contextmanager
 def as_in_0_20():
-    """Other code in ZeRO-1 and 2 (DeepSpeed #8949) and in AutoEP's router, and experts that take one argument more, as
-    those whose weight gradients overlap with an exchange may (#8739)."""
-    experts, router = GroupedExperts.forward, TokenChoiceTopKRouter.forward
-
-    def experts_forward(self, x, num_tokens_per_expert, overlap=None):
-        assert overlap is None
-        return experts(self, x, num_tokens_per_expert)
-
-    def router_forward(self, x, expert_bias=None, replay=None):
-        assert replay is None
-        return router(self, x, expert_bias)
-
-    with called_0_20(), other_source(), mock.patch.object(GroupedExperts, "forward", experts_forward), \
-            mock.patch.object(TokenChoiceTopKRouter, "forward", router_forward):
+    with called_0_20(), other_source():
         yield
-
-
-def autoep(change):
-    said = io.StringIO()
-    reset_deepspeed_groups()
-    with change(), redirect_stdout(said):
-        engine, *_ = ds_mxfp8_moe.initialize(model=model(), config=ds_config({"enabled": True}, stage=1))
-        losses = train_autoep(engine, range(2))
-    found = len(converted_layers(engine.module)), type(engine.optimizer) is not DeepSpeedZeroOptimizer
-    engine.destroy()
-    return *found, losses, said.getvalue()
 
 
 def autoep_as_in_0_20():
     return autoep(as_in_0_20), autoep(nullcontext)
 
 
-def test_autoep_of_0_20_is_converted_and_trains_as_before(ranks2):
+def test_spread_experts_train_as_before_with_0_20(ranks2):
     for rank, (new, known) in enumerate(ranks2.run(autoep_as_in_0_20)):
         assert new[:2] == (2, False) and known[:2] == (2, True) and new[2] == known[2]
         lines = [feature for feature, lost in FEATURES.items() if f"WARNING: {lost}" in new[3]]
         assert lines == ([] if rank else ["batch_gradients"]) and "WARNING" not in known[3]
-
-
-def test_a_router_of_another_release_chooses_by_its_own_code(monkeypatch):
-    """Its rule may be another one, which the kernels would not know."""
-    monkeypatch.setattr(router_module, "has_kernels", lambda device: True)
-    with as_in_0_20():
-        router = TokenChoiceTopKRouter(32, 8, None, None, 2, "softmax", True, 1.0, False)
-        x = torch.randn(4, 32)
-        for found, wanted in zip(router_module.route(router, x, None), router(x, None), strict=True):
-            assert torch.equal(found, wanted)
 
 
 def classic_with_a_broken_kernel(runs):

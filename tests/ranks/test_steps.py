@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is recorded and replayed: between ranks what runs between exchanges, on one rank whole calls, and the router.
-Plain torch ops stand for the kernels here."""
+"""What is recorded and replayed: between ranks what runs between exchanges, on one rank whole calls. Plain torch
+ops stand for the kernels here."""
 
 import gc
 import weakref
@@ -12,7 +12,6 @@ from unittest import mock
 import deepspeed.comm as dist
 import pytest
 import torch
-from deepspeed.moe.ep_router import TokenChoiceTopKRouter
 from slow import slow_except
 from test_expert_ffn import HIDDEN, RECIPES, alone, formula, make_routes, problem, transport
 
@@ -23,11 +22,8 @@ from ds_mxfp8_moe.ffn import expert_ffn
 from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.ffn.expert_math import ExpertMath
 from ds_mxfp8_moe.ffn.kept_weights import KeptWeights
-from ds_mxfp8_moe.layers import router as router_module
-from ds_mxfp8_moe.layers.router import route
 from ds_mxfp8_moe.ops.op_builder import replay
 from ds_mxfp8_moe.ops.triton_kernels import recording
-from ds_mxfp8_moe.ops.triton_kernels import route as route_kernels
 from ds_mxfp8_moe.transport import room_for
 from ds_mxfp8_moe.transport.local import Local
 
@@ -43,7 +39,6 @@ def launches_are(recorded: bool):
     """Within it, what can be recorded is recorded and replayed on the CPU, or not."""
     executor = replay.ReplayBuilder().jit_load() if recorded else None
     with mock.patch.object(expert_ffn, "executor_for", lambda device: executor), \
-            mock.patch.object(router_module, "executor_for", lambda device: executor), \
             mock.patch.object(recording.launcher, "current_stream", lambda: lambda device: 0), \
             mock.patch.object(recording, "_PROGRAMS", {}), \
             mock.patch.object(grouped_gemm, "emulated", lambda device, dtype: True):  # else an op without tensors
@@ -261,65 +256,6 @@ def test_calls_without_a_recording_give_the_same_bits(one_rank, monkeypatch):
     monkeypatch.setattr(recording, "MOST_DISTANCES", 0)
     same, counts, *none = both_ways(RECIPES["mxfp8-32"], "swiglu", kept=True, biased=True)
     assert same and none == [0, 0] and counts == dict.fromkeys((*STEPS, *CALLS), 3) | {"_quantize_weights": 2 * 4}
-
-
-def plain_route(logits_TE, top_k, sigmoid, normalize, scale, bias_E, correction_E, chosen_TK):
-    """Stands for the kernel."""
-    assert chosen_TK is None
-    score_TE = logits_TE.float().sigmoid() if sigmoid else logits_TE.float().softmax(dim=1)
-    biased_TE = score_TE
-    for bias in (bias_E, correction_E):
-        biased_TE = biased_TE if bias is None else biased_TE + bias
-    expert_TK = biased_TE.topk(top_k, dim=1).indices
-    weight_TK = score_TE.gather(1, expert_TK)
-    weight_TK = scale * (weight_TK / weight_TK.sum(dim=1, keepdim=True) if normalize else weight_TK)
-    flat = expert_TK.flatten()
-    count_E = torch.zeros(logits_TE.shape[1], dtype=torch.int32).index_add(0, flat, torch.ones_like(flat).int())
-    return [weight_TK, expert_TK, count_E]
-
-
-def plain_route_backward(logits_TE, expert_TK, dweight_TK, sigmoid, normalize, scale):
-    """Stands for the kernel; not the true gradient."""
-    dlogits_TE = torch.zeros_like(logits_TE).scatter(1, expert_TK, scale * dweight_TK)
-    return dlogits_TE * (logits_TE.sigmoid() if sigmoid else logits_TE.softmax(dim=1))
-
-
-def routed(score, biased, captured, plain, calls=3):
-    """What a router returns, and its gradients, in calls with other tokens and weights each."""
-    torch.manual_seed(4)
-    router = TokenChoiceTopKRouter(HIDDEN, 8, None, None, 2, score, True, 2.5, gate_bias=not plain)
-    logits, results = [], []
-    if captured:  # by transformers, whose auxiliary loss has a gradient of the logits
-
-        def output_capturing_hook(gate, inputs, out):
-            logits.append(out)
-        router.gate.register_forward_hook(output_capturing_hook)
-    for _ in range(calls):
-        with torch.no_grad():
-            router.gate.weight.copy_(torch.randn(8, HIDDEN))
-        x = torch.randn(20, HIDDEN).requires_grad_()
-        weight_TK, expert_TK, count_E = route(router, x, torch.randn(8) / 10 if biased else None)
-        loss = (weight_TK * torch.randn(weight_TK.shape)).sum()
-        if captured:
-            loss = loss + (logits[-1] * torch.randn(20, 8)).sum()
-        results += [weight_TK.detach(), expert_TK, count_E, *torch.autograd.grad(loss, [x, router.gate.weight])]
-    return results
-
-
-@pytest.mark.parametrize("score, biased, captured, plain", [
-    ("softmax", False, False, True), ("sigmoid", True, False, True), ("softmax", True, True, True),
-    ("sigmoid", False, True, False)])
-def test_a_replayed_router_gives_the_same_bits(monkeypatch, score, biased, captured, plain):
-    monkeypatch.setattr(router_module, "has_kernels", lambda device: True)
-    monkeypatch.setattr(route_kernels, "route", plain_route)
-    monkeypatch.setattr(route_kernels, "route_backward", plain_route_backward)
-    names = "route", "route_backward"
-    with launches_are(recorded=False), counted((route_kernels, names)) as counts:
-        wanted = routed(score, biased, captured, plain)
-        assert counts == dict.fromkeys(names, 3)
-    with launches_are(recorded=True), counted((route_kernels, names)) as counts:
-        assert equal(routed(score, biased, captured, plain), wanted)
-        assert counts == dict.fromkeys(names, 1) and len(programs()) == 2 and None not in programs()
 
 
 def test_few_sizes_hold_all_numbers_of_rows():

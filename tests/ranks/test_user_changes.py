@@ -1,135 +1,101 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users changed in MoE blocks before the engine is made is taken over, or refused by name."""
+"""What users changed in MoE blocks before the engine is made has the effect that it has in plain transformers."""
 
+import contextlib
 import io
-from contextlib import redirect_stdout
-from types import FunctionType, SimpleNamespace
-from unittest import mock
+from collections.abc import Callable
+from functools import partial
 
 import deepspeed.comm as dist
 import pytest
 import torch
-from autoep_models import batch, ds_config, engine, model
-from torch.nn.utils import parametrize
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
-
-import ds_mxfp8_moe
-from ds_mxfp8_moe.layers import user_changes
-
-SECTION = {"enabled": True, "recipe": "bf16"}
+from autoep_models import engine_of, model
+from test_autoep import BF16, PLAIN, check, near, trained
 
 
-def nothing(*_) -> None:
-    """A hook that changes nothing."""
+def overridden(module: torch.nn.Module, function: Callable, name: str = "forward") -> None:
+    """Gives the module a subclass of its class, with function(plain, *args) in the place of a method."""
+    kind = type(module)
+    plain = getattr(kind, name)
+    module.__class__ = type("Mine", (kind, ), {name: lambda self, *args: function(partial(plain, self), *args)})
 
 
-def with_class(module, **methods) -> None:
-    module.__class__ = type("Mine", (type(module), ), methods)
+def replaced(module: torch.nn.Module, function: Callable) -> None:
+    """The same of `forward` in the instance."""
+    plain = module.forward
+    module.forward = lambda *args: function(plain, *args)
 
 
-def by_a_library(function):
-    return FunctionType(function.__code__, {"__name__": "pytest"})
+def colder(plain: Callable, x_TH: torch.Tensor):
+    return plain(x_TH / 5)
+
+
+def halved(plain: Callable, *args):
+    return 0.5 * plain(*args)
+
+
+def half_of_scores(module, args, out):
+    logits, weight_TK, expert_TK = out
+    return logits, 0.5 * weight_TK, expert_TK
+
+
+def without_gradient(grad: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(grad)
 
 
 CHANGES = {
-    "gate: a forward hook": lambda block: block.gate.register_forward_hook(nothing),
-    "mlp: a backward hook": lambda block: block.register_full_backward_hook(nothing),
-    "experts: a forward pre hook": lambda block: block.experts.register_forward_pre_hook(nothing),
-    "experts: a gradient hook of down_proj": lambda block: block.experts.down_proj.register_hook(nothing),
-    "gate: a gradient hook of weight":
-        lambda block: block.gate.weight.register_post_accumulate_grad_hook(nothing),
-    "gate: its class is Mine, where transformers has Qwen3MoeTopKRouter": lambda block: with_class(block.gate),
-    "mlp: its class is Mine, where transformers has Qwen3MoeSparseMoeBlock":
-        lambda block: with_class(block, forward=nothing),
-    "gate: its method forward was replaced": lambda block: setattr(block.gate, "forward", nothing),
-    "gate: norm_topk_prob is False, where the model's config gives True":
-        lambda block: setattr(block.gate, "norm_topk_prob", False),
-    "gate: its class is ParametrizedQwen3MoeTopKRouter":
-        lambda block: parametrize.register_parametrization(block.gate, "weight", torch.nn.Identity()),
+    "a forward hook of the router": lambda block: block.gate.register_forward_hook(half_of_scores),
+    "a forward hook of the block": lambda block: block.register_forward_hook(lambda module, args, out: 0.5 * out),
+    "a forward pre-hook of the experts": lambda block: block.experts.register_forward_pre_hook(
+        lambda module, args: (0.5 * args[0], *args[1:])),
+    "a gradient hook of the router": lambda block: block.gate.weight.register_hook(without_gradient),
+    "a subclass of the router": lambda block: overridden(block.gate, colder),
+    "another forward of the router": lambda block: replaced(block.gate, colder),
+    "a subclass of the block": lambda block: overridden(block, halved),
+    "another forward of the block": lambda block: replaced(block, halved),
+    "more choices": lambda block: setattr(block.gate, "top_k", 4),
+    "noise in the router": lambda block: setattr(block, "jitter_noise", 0.1),
+    "another activation": lambda block: setattr(block.experts, "act_fn", torch.nn.GELU()),
+    "another function between the GEMMs": lambda block: overridden(block.experts, halved, "_apply_gate"),
+}
+# Experts that stay whole, and the reason that a line gives.
+WHOLE = {
+    "a gradient hook of the experts": ("a weight has gradient hooks",
+                                       lambda block: block.experts.down_proj.register_hook(without_gradient)),
+    "another forward of the experts": ("replaces the forward of MixtralExperts",
+                                       lambda block: replaced(block.experts, halved)),
+    "a subclass of the experts": ("replaces the forward of Mine", lambda block: overridden(block.experts, halved)),
 }
 
 
-def changes_of(net: torch.nn.Module) -> list[str]:
-    spec = SimpleNamespace(moe_module_name="model.layers.0.mlp", shared_experts_name="", shared_experts_gate_name="")
-    return [f"{name or '.mlp'}: {change}" for name, change, _ in user_changes.changes_of(net, spec)]
+def beside_transformers(change: str) -> tuple:
+    """What `check` takes, of a change in the first of two blocks; whether it has an effect in transformers; and what
+    was said."""
+    results, said = [], io.StringIO()
+    for section, changed in ((PLAIN, False), (PLAIN, True), (BF16, True)):
+        net = model("mixtral")
+        if changed:
+            (CHANGES.get(change) or WHOLE[change][1])(net.model.layers[0].mlp)
+        with contextlib.redirect_stdout(said):
+            engine = engine_of(net, section, 0)
+        torch.manual_seed(dist.get_rank())
+        results.append(trained(engine, steps=1))
+    (_, unchanged, _), own, ours = results
+    return near(own, ours), any(not torch.equal(own[1][name], unchanged[name]) for name in unchanged), said.getvalue()
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_is_named(change):
-    net = model(num_hidden_layers=1)
-    assert changes_of(net) == []
-    CHANGES[change](net.model.layers[0].mlp)
-    assert any(f".{change}" in found for found in changes_of(net))
+def test_a_change_has_its_effect(ranks2, change):
+    for result, effect, said in ranks2.run(beside_transformers, change):
+        check([result])
+        assert effect and result[-1] == 2 and "WARNING" not in said
 
 
-def error_of_a_hook_on_rank_1() -> str:
-    net = model()
-    if dist.get_rank() == 1:  # rank 0 would wait for it
-        CHANGES["gate: a forward hook"](net.model.layers[0].mlp)
-    with pytest.raises(ds_mxfp8_moe.ConfigError) as error:
-        ds_mxfp8_moe.initialize(model=net, config=ds_config(SECTION))
-    return str(error.value)
-
-
-def test_every_rank_raises_the_error(ranks2):
-    first, second = ranks2.run(error_of_a_hook_on_rank_1)
-    assert first == second and "rank 1: model.layers.0.mlp.gate: a forward hook" in first and "after ds_mxfp8" in first
-
-
-def of_a_library_and_on_the_class() -> tuple[str, str]:
-    """The line about a hook of a library, and the error about a method that was replaced on transformers' class."""
-    net, said = model(), io.StringIO()
-    net.model.layers[1].mlp.gate.register_forward_hook(by_a_library(nothing))
-    with redirect_stdout(said):
-        ds_mxfp8_moe.initialize(model=net, config=ds_config(SECTION))
-    with mock.patch.object(Qwen3MoeExperts, "forward", nothing), pytest.raises(ds_mxfp8_moe.ConfigError) as error:
-        ds_mxfp8_moe.initialize(model=model(), config=ds_config(SECTION))
-    return said.getvalue(), str(error.value)
-
-
-def test_libraries_are_said_and_methods_of_the_class_refused(ranks2):
-    said, error = ranks2.run(of_a_library_and_on_the_class)[0]
-    assert "without what libraries changed in them: model.layers.1.mlp.gate: a forward hook\n" in said
-    assert "model.layers.0.mlp.experts: Qwen3MoeExperts.forward was replaced" in error
-
-
-def with_other_top_k() -> tuple[list[int], str]:
-    net, said = model(), io.StringIO()
-    net.model.layers[1].mlp.gate.top_k = 4
-    with redirect_stdout(said):
-        made = ds_mxfp8_moe.initialize(model=net, config=ds_config(SECTION))[0]
-    return [layer.mlp.router.top_k for layer in made.module.model.layers], said.getvalue()
-
-
-def test_top_k_of_a_router_is_taken_over(ranks2):
-    (top_k, said), _ = ranks2.run(with_other_top_k)
-    assert top_k == [2, 4] and "top_k is 4 in 1 of 2 MoE blocks" in said
-
-
-def changed_afterwards() -> tuple[list[int], list[bool]]:
-    """What the error advises: hooks of the layer and of its experts' weights, after the engine is made."""
-    net, seen = engine(SECTION, 1), []
-    layer = net.module.model.layers[0].mlp
-    layer.register_forward_hook(lambda *_: seen.append(0))
-    layer.router.gate.register_forward_hook(lambda *_: seen.append(1))
-    layer.experts.w1.register_hook(torch.zeros_like)
-    weights = layer.experts.w1, layer.experts.w2
-    before = [p.detach().clone() for p in weights]
-    net.backward(net(input_ids=batch(0), labels=batch(0)).loss)
-    net.step()
-    return sorted(seen), [torch.equal(*pair) for pair in zip(before, weights, strict=True)]
-
-
-def test_the_same_changes_afterwards_have_an_effect(ranks2):
-    assert ranks2.run(changed_afterwards) == [([0, 1], [True, False])] * 2
-
-
-def test_a_model_has_no_changes_to_random_numbers_or_itself():
-    net = model()
-    torch.manual_seed(1)
-    before = torch.get_rng_state()
-    fresh = user_changes._fresh_modules(net, "model.layers.0.mlp")
-    assert torch.equal(torch.get_rng_state(), before)
-    assert {name: type(module) for name, module in fresh.items()} == {
-        name: type(module) for name, module in net.model.layers[0].mlp.named_modules()}
-    assert all(p.is_meta for module in fresh.values() for p in module.parameters())
+@pytest.mark.parametrize("change", WHOLE)
+def test_experts_stay_whole_where_nothing_else_would_keep_a_change(ranks2, change):
+    results = ranks2.run(beside_transformers, change)
+    for result, effect, _ in results:
+        check([result])
+        assert effect and result[-1] == 1
+    line = "experts of 1 MoE blocks stay whole on every rank, as transformers computes them: model.layers.0.mlp: "
+    assert line in results[0][2] and WHOLE[change][0] in results[0][2]

@@ -31,17 +31,13 @@ TENSOR_MEMORY_COLUMNS = 512
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch, compiled: what ptxas made of it. `stack_bytes` is local memory a thread: spills, mostly.
-
-    sums: of each reduction of floats, how its operand lies in registers. The order of additions follows from it.
-    """
+    """One launch, compiled: what ptxas made of it. `stack_bytes` is local memory a thread: spills, mostly."""
 
     kernel: str
     arch: int
     ptx: str
     registers: int
     stack_bytes: int
-    sums: tuple[str, ...]
 
 
 class _Driver:
@@ -60,12 +56,6 @@ class _Driver:
         return GPUTarget("cuda", self.arch, 32)
 
 
-def _sums(ttgir: str) -> tuple[str, ...]:
-    layouts = dict(re.findall(r"#(blocked\d*) = (#ttg\.blocked<.*>)", ttgir))
-    operands = re.findall(r'"tt\.reduce"\(.*\n(?:(?!.*\}\) : ).*\n)*.*\}\) : \(tensor<(\w+xf32, #\w+)>', ttgir)
-    return tuple(re.sub(r"#(\w+)", lambda match: layouts.get(match[1], match[0]), operand) for operand in operands)
-
-
 def _launch(name: str, arch: int, compiled) -> Launch:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
@@ -78,7 +68,7 @@ def _launch(name: str, arch: int, compiled) -> Launch:
         raise RuntimeError(f"{name} cannot start on sm_{arch}: it needs {meta.shared} bytes of shared memory and "
                            f"{meta.tmem_size} columns of tensor memory; a block has {SHARED_BYTES} and "
                            f"{TENSOR_MEMORY_COLUMNS}")
-    return Launch(name, arch, compiled.asm["ptx"], int(registers), int(stack), _sums(compiled.asm["ttgir"]))
+    return Launch(name, arch, compiled.asm["ptx"], int(registers), int(stack))
 
 
 @contextmanager

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny Hugging Face MoE models, one a family that AutoEP knows, and engines that train them on gloo ranks."""
+"""Tiny Hugging Face MoE models of a few families, and engines that train them on gloo ranks."""
 
 import re
 from collections.abc import Callable
@@ -11,9 +11,7 @@ import transformers
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 
 import ds_mxfp8_moe
-from ds_mxfp8_moe.layers.choices import top_k_of
 from ds_mxfp8_moe.layers.classic import MXFP8MOELayer
-from ds_mxfp8_moe.layers.experts import ExpertBlock
 from ds_mxfp8_moe.layers.found import converted_layers
 
 VOCABULARY = 128
@@ -26,7 +24,7 @@ _DEEPSEEK = dict(**_COMMON, n_routed_experts=8, n_shared_experts=1, kv_lora_rank
 
 # What each adds: plain softmax routing; an auxiliary loss on the router's logits; a shared expert behind a gate; the
 # layer itself returning its logits; group-limited routing beside shared experts; sigmoid scores with a correction bias
-# and a dense first layer; the FFN formula swiglu_oai.
+# and a dense first layer; the FFN formula swiglu_oai; biases, and stacks that are transposed and interleaved.
 FAMILIES = {
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**_QWEN, norm_topk_prob=True),
     "mixtral": lambda: transformers.MixtralConfig(**{**_COMMON, "intermediate_size": 64}, num_local_experts=8,
@@ -38,20 +36,15 @@ FAMILIES = {
                                                          topk_method="group_limited_greedy"),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(**_DEEPSEEK, q_lora_rank=24, first_k_dense_replace=1),
     "minimax_m3": lambda: transformers.MiniMaxM3VLTextConfig(**_COMMON),
+    "gpt_oss": lambda: transformers.GptOssConfig(**{**_COMMON, "intermediate_size": 64}, num_local_experts=8,
+                                                 head_dim=16, layer_types=["full_attention"] * 2),
 }
-
-
-
-# AutoEP knows it only with this package's section.
-ADDED = {"glm4_moe": lambda: transformers.Glm4MoeConfig(**_DEEPSEEK, first_k_dense_replace=1, head_dim=16),
-         "gpt_oss": lambda: transformers.GptOssConfig(**{**_COMMON, "intermediate_size": 64}, num_local_experts=8,
-                                                      head_dim=16, layer_types=["full_attention"] * 2)}
 
 
 def model(family: str = "qwen3_moe", dtype: torch.dtype = torch.float32, seed: int = 0, **changes):
     """A model of 2 layers, hidden 64, 8 experts of FFN size 64; the same weights on every rank."""
     torch.manual_seed(seed)
-    config = (FAMILIES | ADDED)[family]()
+    config = FAMILIES[family]()
     for key, value in changes.items():
         setattr(config, key, value)
     net = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -65,11 +58,6 @@ def model(family: str = "qwen3_moe", dtype: torch.dtype = torch.float32, seed: i
 def converted(engine) -> int:
     """How many of the engine's layers of Hugging Face blocks are on the MXFP8 path."""
     return sum(not isinstance(layer, MXFP8MOELayer) for layer in converted_layers(engine.module))
-
-
-def own_name(name: str) -> str:
-    """The name that a parameter of AutoEP's layer has in transformers' block."""
-    return name.replace("router.gate.", "gate.")
 
 
 def ds_config(section: dict | None, stage: int = 0, ep_size: int = 2, expert_parallel: dict | None = None,
@@ -94,11 +82,21 @@ def ds_config(section: dict | None, stage: int = 0, ep_size: int = 2, expert_par
 
 def engine(section: dict | None, *args, family: str = "qwen3_moe", model_changes: dict | None = None,
            frozen: str = "", **kwargs):
-    """A new engine over a new model; see `ds_config`. `frozen` is a pattern of Hugging Face's parameter names."""
+    """A new engine over a new model; see `engine_of`. `frozen` is a pattern of Hugging Face's parameter names."""
     net = model(family, **(model_changes or {}))
     for name, p in net.named_parameters():
         p.requires_grad = not re.fullmatch(frozen, name)
-    return ds_mxfp8_moe.initialize(model=net, config=ds_config(section, *args, **kwargs))[0]
+    return engine_of(net, section, *args, **kwargs)
+
+
+def engine_of(net: torch.nn.Module, section: dict | None, *args, **kwargs):
+    """An engine over a model; see `ds_config`. Without a section, its experts are transformers' own, in plain data
+    parallelism."""
+    config = ds_config(section, *args, **kwargs)
+    if section is None:
+        del config["expert_parallel"]
+    trained = [p for p in net.parameters() if p.requires_grad] if section is None else None
+    return ds_mxfp8_moe.initialize(model=net, config=config, model_parameters=trained)[0]
 
 
 def batch(step: int, rank: int | None = None, size: int = 2, length: int = 16) -> torch.Tensor:
@@ -122,15 +120,14 @@ def gate_weight(block: torch.nn.Module) -> torch.nn.Parameter:
     return next(p for p in router.parameters() if len(getattr(p, "ds_shape", p.shape)) == 2)
 
 
-def top_k(block: torch.nn.Module) -> int:
-    return top_k_of(block) if isinstance(block, ExpertBlock) else block.router.top_k
-
-
 def watch_choices(block: torch.nn.Module, take: Callable[[torch.Tensor], None]) -> Any:
     """Calls take(expert_TK) in each forward of the block. Returns the hook's handle."""
-    if isinstance(block, ExpertBlock):
-        return block.experts.register_forward_pre_hook(lambda module, args: take(args[1]))
-    return block.router.register_forward_hook(lambda module, args, out: take(out[1]))
+    return block.experts.register_forward_pre_hook(lambda module, args: take(args[1]))
+
+
+def weights(engine) -> dict[str, torch.Tensor]:
+    """Copies of all weights on every rank, under the names of published checkpoints. Collective."""
+    return {name: tensor.float().clone() for name, tensor in ds_mxfp8_moe.export_weights(engine, "model")}
 
 
 def train_engine(engine, steps, rank: int | None = None) -> list[float]:

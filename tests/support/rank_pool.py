@@ -143,12 +143,16 @@ def _worker(rank: int, world_size: int, port: int, path: list, accelerator: str,
         mp.set_start_method("fork", force=True)
     import deepspeed
     from deepspeed.accelerator import get_accelerator
+    from deepspeed.module_inject.auto_ep_presets import base
     from deepspeed.utils import nvtx
+
     modules = 0
     note_engines()
     gc.set_threshold(100_000, 50, 100)  # engines make more objects than Python's own thresholds are meant for
     nvtx.enable_nvtx = False  # DeepSpeed's names for a profiler
     torch.nn.Parameter.__repr__ = object.__repr__  # ZeRO-3 formats parameters for lines that it does not print
+    # With transformers from 5.23 on, plain AutoEP does not start: it takes names for keys where models are expected.
+    base._install_instance_transformers_output_recorders = lambda *args: None
     linear = torch.nn.functional.linear
     if accelerator == "cuda":
         get_accelerator().set_device(local_rank)

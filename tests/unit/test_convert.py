@@ -4,7 +4,6 @@
 import peft
 import pytest
 import torch
-from deepspeed.moe.ep_experts import GroupedExperts
 from deepspeed.moe.layer import MoE as PlainMoE
 from deepspeed.moe.sharded_moe import MOELayer, TopKGate
 from models import HIDDEN, gelu_mlp
@@ -12,9 +11,7 @@ from torch import nn
 
 from ds_mxfp8_moe import ConfigError, MXFP8MoEConfig, convert, record_routes
 from ds_mxfp8_moe.compute import crossover
-from ds_mxfp8_moe.compute.formula import ExpertFormula, evaluate
 from ds_mxfp8_moe.engine.attach import build_executor
-from ds_mxfp8_moe.engine.convert import AUTOEP_ACTIVATIONS
 from ds_mxfp8_moe.ops.op_builder import replay
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -178,22 +175,6 @@ def test_tied_weights_fall_back():
     second[0].weight = first[0].weight
     report = convert(model)
     assert report.converted == 0 and all("is shared with" in layer.detail for layer in report.layers)
-
-
-@pytest.mark.parametrize("activation", AUTOEP_ACTIVATIONS)
-def test_deepspeed_s_grouped_experts_compute_what_convert_says_of_them(activation):
-    name, constants = AUTOEP_ACTIVATIONS[activation]
-    formula = ExpertFormula("gated", name, 32, 64, gate="w1", up="w3", down="w2",
-                            **{constant: {"alpha": 1.5, "limit": 0.75}[constant] for constant in constants})
-    experts = GroupedExperts(32, 64, 2, use_grouped_mm=False, activation=activation, activation_alpha=1.5,
-                             activation_limit=0.75)
-    x = torch.randn(12, 32)
-    with torch.no_grad():
-        for parameter in experts.parameters():
-            parameter.normal_(std=0.25)
-        expected = torch.cat([evaluate(formula, rows, {name: p[e] for name, p in experts.named_parameters()})
-                              for e, rows in enumerate(x.split([5, 7]))])
-        torch.testing.assert_close(experts(x, torch.tensor([5, 7])), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_peft_falls_back():
