@@ -114,15 +114,15 @@ def convert_layers(model: torch.nn.Module, config: MXFP8MoEConfig, broken: str =
         except NotRecognised as reason:
             layers.append(LayerReport(label, kind, False, f"{reason}; it runs DeepSpeed's own path"))
             continue
-        fewest_tokens = min_tokens_per_expert(config.min_tokens_per_expert, formula, recipe, module.num_local_experts,
+        inner = module.deepspeed_moe
+        fewest_tokens = min_tokens_per_expert(config.min_tokens_per_expert, formula, recipe, inner.num_local_experts,
                                               torch.device(current_device()[0]))
         settings = LayerSettings(name=label, formula=formula, recipe=recipe, config=config,
                                  min_tokens_per_expert=fewest_tokens)
-        inner = module.deepspeed_moe
         inner.__class__, inner.mxfp8_settings = MXFP8MOELayer, settings
         inner.mxfp8_experts = ExpertsAtConversion(inner.experts)
         inner.mxfp8_weights = ExpertWeights(inner.experts.deepspeed_experts, formula)
-        detail = f"{_placement(module)}, {_describe(settings)}{_trained(module)}"
+        detail = f"{_placement(inner)}, {_describe(settings)}{_trained(inner)}"
         layers.append(LayerReport(label, kind, True, detail))
     return ConversionReport.of(layers, config)
 
@@ -196,16 +196,16 @@ def _can_hold_mxfp8(layer: AutoEPMoELayer) -> bool:
 
 def _placement(layer: torch.nn.Module) -> str:
     if layer.ep_size == 1:
-        return f"{layer.num_experts} experts on every rank"
-    return f"{layer.num_experts} experts, {layer.num_local_experts} on each of {layer.ep_size} ranks"
+        return f"{layer.num_local_experts} experts on every rank"
+    num_experts = layer.num_local_experts * layer.ep_size
+    return f"{num_experts} experts, {layer.num_local_experts} on each of {layer.ep_size} ranks"
 
 
 def _trained(layer: torch.nn.Module) -> str:
     """What of the experts is trained, if it is not their weights alone."""
     if parts := adapted_parts(layer):
         return f", with PEFT's adapters of {', '.join([*parts[:-2], ' and '.join(parts[-2:])])}"
-    experts = getattr(layer, "deepspeed_moe", layer).experts
-    return "" if any(p.requires_grad for p in experts.parameters()) else ", experts frozen, no adapters"
+    return "" if any(p.requires_grad for p in layer.experts.parameters()) else ", experts frozen, no adapters"
 
 
 def _describe(settings: LayerSettings) -> str:

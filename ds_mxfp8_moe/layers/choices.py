@@ -34,12 +34,12 @@ def run_block(block: nn.Module, forward: Callable, *args, **kwargs) -> Any:
     """forward(*args, **kwargs), the forward of a block whose experts' choice may be recorded, replayed or biased.
 
     Raises:
-        RuntimeError: the routes to replay have another number of choices. Or see LayerRoutes.turn.
-        ValueError: see LayerRoutes.turn.
+        RuntimeError: the routes to replay have another number of choices. Or see ModelRoutes.turn.
+        ValueError: see ModelRoutes.turn.
     """
     experts, hidden_states = block.experts, args[0] if args else next(iter(kwargs.values()))
     routes, bias_E = experts.mxfp8_routes, getattr(experts, "expert_bias", None)
-    turn = None if routes is None else routes.turn(hidden_states.shape[:-1])
+    turn = None if routes is None else routes.model.turn(routes, hidden_states.shape[:-1])
     if turn is None and bias_E is None:
         return forward(*args, **kwargs)
     with ExitStack() as stack:

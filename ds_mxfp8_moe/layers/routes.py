@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the MoE layers of a model choose, forward by forward, while their routes are recorded or replayed.
 
-engine/replay.py starts and ends this. A layer asks for its turn in each call (`LayerRoutes.turn`): what to choose, and
+engine/replay.py starts and ends this. A layer asks for its turn in each call (`ModelRoutes.turn`): what to choose, and
 where to note what it has chosen. Without a turn it routes as always.
 
 Activation checkpointing calls layers again, in backward. They then choose what they chose in forward, and note
@@ -157,9 +157,16 @@ class ModelRoutes:
             tell_peers(error)
             raise error
 
-    @torch.compiler.disable
+    @tell_peers_on_error
     def turn(self, layer: "LayerRoutes", token_shape: torch.Size) -> Turn | None:
-        """See LayerRoutes.turn."""
+        """The turn of one call of a layer. None: it routes as always.
+
+        `token_shape`: of the hidden states, without the last axis.
+
+        Raises:
+            ValueError: the routes to replay are for another number of tokens.
+            RuntimeError: the layer was called without its model, or twice in one forward, or is recomputed too late.
+        """
         node = torch._C._current_autograd_node()
         if node is not None:
             number = node._sequence_nr()
@@ -203,18 +210,6 @@ class LayerRoutes:
     index: int
     top_k: int | None
     model: ModelRoutes
-
-    @tell_peers_on_error
-    def turn(self, token_shape: torch.Size) -> Turn | None:
-        """The turn of one call of the layer. None: it routes as always.
-
-        `token_shape`: of the hidden states, without the last axis.
-
-        Raises:
-            ValueError: the routes to replay are for another number of tokens.
-            RuntimeError: the layer was called without its model, or twice in one forward, or is recomputed too late.
-        """
-        return self.model.turn(self, token_shape)
 
     def check(self, arrived_TK: torch.Tensor, given_TK: torch.Tensor, router: str) -> None:
         """Compares the experts that the router chose, in any order, with those to replay. The host waits for nothing.
