@@ -257,7 +257,7 @@ def saved(directory, out, with_adapters):
     if with_adapters:
         net = adapted(net, STACKS)
     engine = ds_mxfp8_moe.initialize(model=net, config=config)[0]
-    train_engine(engine, range(3))
+    train_engine(engine, range(2))
     ds_mxfp8_moe.save_pretrained(engine, out)
     return held_out_loss(engine), held_out_logits(engine)
 

@@ -50,8 +50,8 @@ def test_configs_with_nothing_to_say(config, ranks):
                                                        "nothing"),
     ({"transport": "nvlink"}, [1, 2], None), ({"transport": "collective"}, [1], None), ({}, [1], None),
     ({"recipe": "bf16"}, [1], None), ({"capacity_factor": 1.5}, [], None),
-    ({"frozen_experts": "mxfp8"}, [2], '"frozen_experts": "mxfp8" has no effect: no layer of AutoEP has experts that '
-                                       "are all frozen. Classic layers keep theirs in the model's dtype, and so does "
+    ({"frozen_experts": "mxfp8"}, [2], '"frozen_experts": "mxfp8" has no effect: no layer has spread experts that are '
+                                       "all frozen. Classic layers keep theirs in the model's dtype, and so does "
                                        "ZeRO-3 in an engine that exists")])
 def test_keys_without_effect(section, sizes, line):
     layers = [SimpleNamespace(ep_size=size, experts=torch.nn.Module()) for size in sizes]

@@ -25,7 +25,7 @@ FORMULAS = {
     "mlp": ExpertFormula("mlp", "gelu", 1024, 512, up="b", down="c", up_bias="y"),
     "packed": ExpertFormula("gated", "silu", 1024, 512, up="b", down="c", packed="up_gate"),
 }
-AUTOEP = dict(stacked=True, rank=8, routed=("softmax", True, True))
+SPREAD = dict(stacked=True, rank=8)
 FROZEN = dict(stacked=True, rank=8, frozen=True)
 CLASSIC = dict(stacked=False, exchanges=True)
 
@@ -47,7 +47,7 @@ def on_cpu(monkeypatch, tmp_path):
 
 RECIPES = "mxfp8", "mxfp8_wgrad_with_hp", "bf16"
 CASES = {f"{name}-{recipe}-classic": (name, recipe, CLASSIC) for name in FORMULAS for recipe in RECIPES} | {
-    f"{name}-{recipe}-autoep": (name, recipe, AUTOEP) for name in ("gated", "gpt-oss") for recipe in RECIPES} | {
+    f"{name}-{recipe}-spread": (name, recipe, SPREAD) for name in ("gated", "gpt-oss") for recipe in RECIPES} | {
     f"{name}-{recipe}-frozen": (name, recipe, FROZEN) for name in ("gated", "gpt-oss") for recipe in RECIPES[:2]}
 
 
@@ -55,7 +55,7 @@ CASES = {f"{name}-{recipe}-classic": (name, recipe, CLASSIC) for name in FORMULA
 ON_CPU = [case for case in CASES if case.startswith("gated-") or "-mxfp8-" in case]
 
 
-@pytest.mark.parametrize("case", slow_except(ON_CPU, "gated-mxfp8_wgrad_with_hp-autoep", "packed-mxfp8-classic",
+@pytest.mark.parametrize("case", slow_except(ON_CPU, "gated-mxfp8_wgrad_with_hp-spread", "packed-mxfp8-classic",
                                              "gpt-oss-mxfp8-frozen"))
 def test_whole_kernels_pass(case):
     name, recipe, keys = CASES[case]
@@ -99,7 +99,7 @@ def test_a_broken_operation_is_found(monkeypatch, name, change, runs, found):
     assert re.search(found, verdict.found)
 
 
-@pytest.mark.parametrize("name, keys", [("quantize_weights", AUTOEP), ("transpose_tiles", FROZEN)])
+@pytest.mark.parametrize("name, keys", [("quantize_weights", SPREAD), ("transpose_tiles", FROZEN)])
 def test_a_broken_cast_is_found(monkeypatch, name, keys):
     def change(found):
         data = found.qdata.view(torch.uint8).clone()
@@ -126,7 +126,7 @@ def test_the_check_leaves_no_trace(monkeypatch, recwarn):
 def test_verdicts_are_remembered_by_kind_and_release(monkeypatch, tmp_path):
     runs = []
     monkeypatch.setattr(self_check, "_run", lambda kind, device: runs.append(kind) or Verdict("bf16", "broken"))
-    one, other = kind(**AUTOEP), kind(**CLASSIC)
+    one, other = kind(**SPREAD), kind(**CLASSIC)
     for asked in (one, other, one, other):
         assert self_check.check(asked, CPU) == Verdict("bf16", "broken")
     assert runs == [one, other]
@@ -143,11 +143,11 @@ def test_verdicts_are_remembered_by_kind_and_release(monkeypatch, tmp_path):
     '{"runs": ["all"], "found": "", "releases": {}}', '{"runs": "all", "found": null, "releases": null}', "[" * 5000])
 def test_a_file_without_a_verdict_is_none(monkeypatch, tmp_path, text):
     monkeypatch.setattr(self_check, "_run", lambda kind, device: Verdict("bf16", "broken"))
-    self_check.check(kind(**AUTOEP), CPU)
+    self_check.check(kind(**SPREAD), CPU)
     [path] = (tmp_path / "verdicts").iterdir()
     path.write_bytes(text.encode("latin-1"))
     assert self_check.remembered(CPU) == []
-    assert self_check.check(kind(**AUTOEP), CPU) == Verdict("bf16", "broken") and len(self_check.remembered(CPU)) == 1
+    assert self_check.check(kind(**SPREAD), CPU) == Verdict("bf16", "broken") and len(self_check.remembered(CPU)) == 1
 
 
 def test_the_line_names_the_kernel_and_the_releases():
