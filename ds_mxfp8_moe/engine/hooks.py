@@ -13,6 +13,7 @@ from ..layers.found import converted_layers
 from ..layers.patches import wrap
 from ..layers.routes import routes_of
 from ..layers.say import print_on_rank_0, say_if_missing
+from ..transport.deadline import tell_peers_on_error
 from ..transport.peer_memory import PeerMemory
 from . import balance
 from .clipping import clip_by_whole_norm
@@ -96,7 +97,8 @@ def spare_the_host(engine: DeepSpeedEngine) -> None:
 
     DeepSpeed's throughput timer makes the host wait for the device at the end of each micro-batch. It reads the host's
     clock instead, unless the config says "synchronized" under "timers". And backward runs in the thread that calls
-    engine.backward, where autograd would hand it to a thread of its own and wait for that.
+    engine.backward, where autograd would hand it to a thread of its own and wait for that. Peers are told of errors,
+    which may be those of the model's own code.
     """
     if say_if_missing("sparing the host"):
         return
@@ -104,6 +106,7 @@ def spare_the_host(engine: DeepSpeedEngine) -> None:
     if "synchronized" not in timer.model_fields_set:
         timer.synchronized = False
 
+    @tell_peers_on_error
     def backward(plain, *args, **kwargs):
         with torch.autograd.set_multithreading_enabled(False):
             return plain(*args, **kwargs)

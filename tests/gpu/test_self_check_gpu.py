@@ -7,7 +7,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from test_self_check import AUTOEP, CASES, CLASSIC, FORMULAS
+from test_self_check import CASES, CLASSIC, FORMULAS, SPREAD
 
 from ds_mxfp8_moe.config import MXFP8MoEConfig, resolve
 from ds_mxfp8_moe.engine import self_check
@@ -31,7 +31,7 @@ def test_whole_kernels_pass(case):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_whole_kernels_pass_in_other_dtypes(dtype):
-    assert self_check._run(kind(dtype=dtype, **AUTOEP), GPU) == Verdict()
+    assert self_check._run(kind(dtype=dtype, **SPREAD), GPU) == Verdict()
 
 
 def test_it_takes_three_seconds_beside_compilation():
@@ -39,7 +39,7 @@ def test_it_takes_three_seconds_beside_compilation():
 
     def seconds():
         start = time.monotonic()
-        self_check._run(kind(**AUTOEP), GPU)
+        self_check._run(kind(**SPREAD), GPU)
         return time.monotonic() - start
 
     seconds()  # compiles
@@ -57,7 +57,7 @@ def test_a_kernel_that_does_not_compile_is_named(monkeypatch):
         _not_compiling[(1, )](torch.empty(32, device=GPU), SIZE=32)
 
     monkeypatch.setattr(grouped_gemm_hopper, "grouped_mm_mxfp8", launch)
-    verdict = self_check._run(kind(**AUTOEP), GPU)
+    verdict = self_check._run(kind(**SPREAD), GPU)
     assert verdict.runs == "bf16" and verdict.found.startswith("kernel _not_compiling does not compile or start")
 
 

@@ -9,6 +9,8 @@ import deepspeed.comm as dist
 import pytest
 import torch
 import torch.nn.functional as F
+from autoep_models import batch, engine_of
+from invented_moe import InventedConfig, InventedExperts, InventedModel
 from test_expert_ffn import BF16, FFN, HIDDEN, RECIPES, compare, formula, problem, transport
 from torch.utils.checkpoint import checkpoint
 
@@ -20,6 +22,7 @@ from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.ffn.frozen_weights import FrozenWeights
 from ds_mxfp8_moe.ffn.kept_weights import KeptWeights
 from ds_mxfp8_moe.ffn.open_ffn import OpenFFN, OpenFormula
+from ds_mxfp8_moe.transport.deadline import absence
 from ds_mxfp8_moe.transport.local import Local
 
 ADAPTER_RANK = 8
@@ -402,3 +405,37 @@ def test_a_second_derivative_is_refused():
     y = OpenFFN(formula_, BF16, Local(), 8, name="layer 3")(x, routes, weights)
     with pytest.raises(RuntimeError, match="layer 3 has no second derivative"):
         torch.autograd.grad(y.sum(), [x], create_graph=True)
+
+
+class Failing(torch.autograd.Function):
+    """The identity, whose backward is an error."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        raise RuntimeError(f"of rank {dist.get_rank()}")
+
+
+def errors_told() -> str:
+    """What the other rank is told of an error in the backward of the model's own code, which both have here."""
+    plain, fails = InventedExperts._apply_gate, []
+
+    def gate(self, x: torch.Tensor) -> torch.Tensor:
+        return Failing.apply(plain(self, x)) if fails else plain(self, x)
+
+    with mock.patch.object(InventedExperts, "_apply_gate", gate):
+        engine = engine_of(InventedModel._from_config(InventedConfig()), {"enabled": True, "recipe": "bf16"})
+    fails.append(True)
+    loss = engine(input_ids=batch(0), labels=batch(0)).loss
+    with pytest.raises(RuntimeError, match="of rank"):
+        engine.backward(loss)
+    dist.barrier()
+    return absence(1 - dist.get_rank())
+
+
+def test_peers_are_told_of_errors_in_the_models_own_code(ranks2):
+    for rank, told in enumerate(ranks2.run(errors_told)):
+        assert f"it raised RuntimeError: of rank {1 - rank}" in told
