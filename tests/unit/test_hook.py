@@ -45,8 +45,9 @@ CONVERTED = "mxfp8_moe: 1 of 1 MoE layers converted"
 
 
 def run(code: str, *command: str, **variables: str) -> subprocess.CompletedProcess:
-    environment = os.environ | {"DS_ACCELERATOR": "cpu", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0",
-                                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "PYTHONPATH": str(ROOT)} | variables
+    environment = os.environ | {"DS_MXFP8_MOE_AUTO": "", "DS_ACCELERATOR": "cpu", "RANK": "0", "WORLD_SIZE": "1",
+                                "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
+                                "PYTHONPATH": str(ROOT)} | variables
     return subprocess.run([sys.executable, *(command or ("-c", textwrap.dedent(code)))], env=environment,
                           capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=240)
 

@@ -27,7 +27,8 @@ print(*sorted(names))
 
 
 def run(*command, cwd, path=None) -> str:
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"DS_ACCELERATOR": "cpu"}
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "DS_MXFP8_MOE_AUTO")}
+    environment["DS_ACCELERATOR"] = "cpu"
     if path:
         environment["PYTHONPATH"] = str(path)
     done = subprocess.run([sys.executable, *map(str, command)], cwd=cwd, env=environment, capture_output=True,
