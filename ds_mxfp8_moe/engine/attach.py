@@ -69,8 +69,9 @@ def attach(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> ConversionReport:
 def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | str | None = None) -> ConversionReport:
     """Puts the model's MoE layers on the MXFP8 path, in place; prints one line a layer on rank 0.
 
-    Classic `deepspeed.moe.layer.MoE` layers may be converted before or after deepspeed.initialize. AutoEP's layers
-    exist only after it. The section needs no "enabled" here. Converting again replaces the earlier conversion.
+    Classic `deepspeed.moe.layer.MoE` layers may be converted before or after deepspeed.initialize. Stacked experts of
+    transformers are spread over the ranks while `initialize` starts their engine, or any engine after `enable`. This
+    call gives them other settings. The section needs no "enabled" here. Converting again replaces the earlier one.
     Converting the model of an engine is converting the engine, as `initialize` does with the section in its config.
     This is collective over all ranks.
 
