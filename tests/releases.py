@@ -84,7 +84,7 @@ def compiled(triton: str) -> dict:
         run([newest, "-m", "venv", "--clear", str(venv)])
         ask = ["-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
         below, here = output_of([newest, *ask]), output_of([python, *ask])
-        (Path(here) / "newest.pth").write_text(below)
+        (Path(here) / "newest.pth").write_text(f"import site; site.addsitedir({below!r})\n")  # with its .pth files
         run([python, "-m", "pip", "install", "-q", "--no-deps", f"triton=={triton}"])
         (venv / "ready").touch()
     found = tested(python, ["-o", "addopts=", "tests/kernels/test_aot.py"], PYTHONPATH=str(ROOT))

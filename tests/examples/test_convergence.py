@@ -70,7 +70,9 @@ def test_runs_of_a_seed_are_pairs(ranks2, state):
     assert curves["mxfp8_128"]["heldout_loss"] != curves["mxfp8_128"]["heldout_loss_bf16"]
     losses = {name: list(found["loss"].values()) for name, found in curves.items()}
     for name in names[1:]:
-        assert losses[name] != losses[BF16] and losses[name] == pytest.approx(losses[BF16], rel=0.01)
+        # In float32, another order of sums may not show in six digits.
+        assert name == YARDSTICK or losses[name] != losses[BF16]
+        assert losses[name] == pytest.approx(losses[BF16], rel=0.01)
     assert abs(other["curves"]["loss"]["1"] - losses[BF16][0]) > 10 * abs(losses[YARDSTICK][0] - losses[BF16][0])
     assert again["curves"] == curves["mxfp8_128"]  # a run repeats itself
     # What is noted.
