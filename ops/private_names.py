@@ -44,11 +44,11 @@ FEATURES = {
     "import": "ds_mxfp8_moe cannot be imported",
     "classic layers": "classic MoE layers run DeepSpeed's own path",
     "stacked experts": "experts of transformers run DeepSpeed's AutoEP",
-    "LoRA on experts": "PEFT's adapters on experts are not taken over",
+    "LoRA on experts": "PEFT's adapters on experts are an error",
     "FP8 experts": "transformers' FP8 experts are not converted",
     "from_pretrained": "models load by transformers alone",
     "own optimizer": "an optimizer of your own needs expert groups, and experts must be trained",
-    "compiled models": "AutoEP finds no layers in a model that torch.compile returned: call engine.compile() instead",
+    "compiled models": "layers of a model that torch.compile returned have other names: call engine.compile() instead",
     "batch_gradients": "DeepSpeed handles each parameter's gradient by itself",
     "steps": "errors of exchanges that the host did not wait for come one step late; experts are not balanced, "
              "\"metrics\" has no effect, no line names the first NaN, and only \"keep_quantized_weights\": true keeps "

@@ -17,8 +17,8 @@ from ..layers.frozen_experts import frozen_layers
 from ..layers.say import print_on_rank_0, say_if_missing
 from ..ops.device import has_kernels
 from ..ops.op_builder import replay
+from ..transport.agreement import compare_starts
 from ..transport.deadline import answers_of_all
-from ..transport.releases import Code, check_same_code, own_code
 from .advice import about_enabled, about_expert_parallel, about_keys, about_router_keys, about_speed
 from .convert import ConversionReport, LayerReport, convert_layers
 from .hooks import engine_of, hook_engine, model_of
@@ -166,20 +166,9 @@ def _agree_across_ranks(config: MXFP8MoEConfig, report: ConversionReport,
         ConfigError: sections differ between ranks, or a layer was converted differently. Raised on every rank.
         Exception: `failure`, of this rank. Or a RuntimeError about that of another.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        if failure:
-            raise failure
-        return report
-    # Plain types, which ranks with different code can read.
-    mine = (tuple(own_code()), config.model_dump_json(), [astuple(layer) for layer in report.layers],
-            failure and f"{type(failure).__name__}: {failure}")
-    answers = answers_of_all(dist.get_world_group(), mine, "the engine's start (all ranks enable ds_mxfp8_moe)")
-    check_same_code(range(len(answers)), [Code(*answer[0]) for answer in answers])
-    _, sections, layers_of_ranks, failures = zip(*answers, strict=True)
-    if len(set(sections)) > 1:
-        different = [rank for rank, section in enumerate(sections) if section != sections[0]]
-        raise ConfigError(f'the section "mxfp8_moe" on ranks {different} differs from rank 0\'s: give every rank the '
-                          "same config")
+    answers = compare_starts(config.model_dump_json(), [astuple(layer) for layer in report.layers],
+                             failure and f"{type(failure).__name__}: {failure}")
+    layers_of_ranks, failures = zip(*answers, strict=True)
     if failure:
         raise failure
     if failed := next((f"rank {rank}: {text}" for rank, text in enumerate(failures) if text), None):

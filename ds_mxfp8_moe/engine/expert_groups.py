@@ -9,8 +9,8 @@ Beside an optimizer in the config, DeepSpeed splits the groups of `model_paramet
 
 Where experts alone are trained, the group of all else is empty or frozen. ZeRO-1 and 2 take no such group.
 
-All experts may be frozen, as with LoRA, and an engine may have no optimizer, as that of a reference model. Then no
-group is one of experts, which is an error in DeepSpeed.
+All experts may be frozen, as with LoRA, and an engine may have no optimizer, if its model is a reference for another.
+Then no group is one of experts, which is an error in DeepSpeed.
 """
 
 from collections.abc import Iterator

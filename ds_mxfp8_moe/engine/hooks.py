@@ -97,8 +97,8 @@ def spare_the_host(engine: DeepSpeedEngine) -> None:
 
     DeepSpeed's throughput timer makes the host wait for the device at the end of each micro-batch. It reads the host's
     clock instead, unless the config says "synchronized" under "timers". And backward runs in the thread that calls
-    engine.backward, where autograd would hand it to a thread of its own and wait for that. Peers are told of errors,
-    which may be those of the model's own code.
+    engine.backward, where autograd would hand it to a thread of its own and wait for that. Peers are told if it
+    raises an error, as the model's own code may.
     """
     if say_if_missing("sparing the host"):
         return

@@ -37,6 +37,7 @@ from ..layers.held_experts import HeldExperts
 from ..layers.patches import lent, patched
 from ..layers.say import print_on_rank_0
 from ..layers.stacked import DOWN, Layout, is_stacked, shape_of
+from ..transport.agreement import compare_starts
 from ..transport.deadline import failure_in_world
 from .convert import shared_parameters
 
@@ -64,12 +65,20 @@ class Found:
 def experts_spread(config: MXFP8MoEConfig) -> Iterator[None]:
     """Inside the context, engines with the section "expert_parallel" spread stacked experts as MXFP8Experts.
 
+    Where the section "mxfp8_moe" is off, they only compare it with the other ranks', which would wait for this rank.
+
     Raises:
-        ConfigError: inside the context, if the model is in another engine, or its experts cannot be spread.
+        ConfigError: inside the context, if sections differ between ranks, the model is in another engine, or its
+            experts cannot be spread.
         RuntimeError: inside the context, on every rank, if one of them cannot hold the experts of a layer.
     """
 
     def configure(plain: Callable, engine: DeepSpeedEngine, model: nn.Module, *args, **kwargs) -> Any:
+        asked = engine._config._param_dict.get("expert_parallel")
+        if isinstance(asked, dict) and asked.get("enabled"):
+            compare_starts(config.model_dump_json())
+        if not config.enabled:
+            return plain(engine, model, *args, **kwargs)
         if any(expert_blocks(model)):
             raise ConfigError("the model is in an engine already, which has spread its experts over the ranks. Make a "
                               "new model, or go on with the first engine")
@@ -82,9 +91,8 @@ def experts_spread(config: MXFP8MoEConfig) -> Iterator[None]:
             sources = plain(engine, model, *args, **kwargs)
         spreading.end()
         if left := [name for name, one in model.named_modules() if isinstance(one, HeldExperts) and not one.original]:
-            given = engine._config._param_dict.get("expert_parallel", "missing")
             raise ConfigError(f"{left[0]} is held in MXFP8 alone, and is not spread over the ranks: the section "
-                              f'"expert_parallel" is {given}. Write the one that from_pretrained was given')
+                              f'"expert_parallel" is {asked or "missing"}. Write the one that from_pretrained got')
         return sources
 
     with patched(DeepSpeedEngine, "_configure_expert_parallel", configure):

@@ -62,7 +62,7 @@ initialize.__signature__ = inspect.signature(deepspeed.initialize)
 
 
 def _unwrap(given: dict, config: MXFP8MoEConfig) -> Any:
-    """Puts the plain model in the place of one that torch.compile returned, in which AutoEP finds no layers.
+    """Puts the plain model in the place of one that torch.compile returned, in which layers have other names.
 
     Returns:
         The compiled model. None: the model is not compiled, or its layers are classic, which are found.
@@ -81,11 +81,10 @@ def _preparing(config: MXFP8MoEConfig, model: torch.nn.Module | None) -> Iterato
     before = _READ.set(True)
     try:
         with ExitStack() as stack:
-            contexts: dict = {}
+            contexts = {"stacked experts": experts_spread(config)}  # without the section, too: ranks compare theirs
             if config.enabled:
                 _refuse_empty(model)
-                contexts = {"FP8 experts": quantised_experts(model), "own optimizer": any_groups_allowed(),
-                            "stacked experts": experts_spread(config)}
+                contexts |= {"FP8 experts": quantised_experts(model), "own optimizer": any_groups_allowed()}
             elif holds_experts(model):
                 raise ConfigError('the model\'s experts are held in MXFP8 alone: write "mxfp8_moe": {"enabled": true}')
             for feature, context in contexts.items():

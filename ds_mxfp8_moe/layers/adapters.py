@@ -27,6 +27,7 @@ from torch import nn
 
 from ..compute.formula import LowRank
 from ..config import ConfigError
+from ..ops.private_names import missing
 from .stacked import Layout, is_stacked
 
 RANK_MULTIPLE = 8  # 16 bytes of a 16-bit dtype
@@ -116,7 +117,8 @@ class ElsewhereExperts(nn.Module):
 
 
 def check_adapters(model: nn.Module) -> None:
-    """Raises ConfigError if PEFT has changed stacked experts in another way than by adapters of their two weights."""
+    """Raises ConfigError if PEFT has changed stacked experts in another way than by adapters of their two weights, or
+    is a release that this package does not know."""
     if "peft" not in sys.modules:
         return
     from peft.utils.other import AuxiliaryTrainingWrapper  # modules_to_save
@@ -128,6 +130,9 @@ def check_adapters(model: nn.Module) -> None:
                               "requires_grad of their parameters after get_peft_model")
         if not is_wrapper(module) or not is_stacked(experts := unwrapped(module)):
             continue
+        if gone := missing("LoRA on experts"):
+            raise ConfigError(f"{name}: expert parallelism cannot take adapters of experts: {gone}. Leave "
+                              "target_parameters out")
         targets = Layout.of(experts).names
         if module.parameter_name not in targets:
             name = name.replace(".base_layer", "")

@@ -8,6 +8,7 @@ import torch
 import transformers
 from autoep_models import VOCABULARY, batch, ds_config, train_engine
 from slow import slow_except
+from test_next_releases import without
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.config import ConfigError
@@ -207,6 +208,9 @@ def refused():
     for call in (net.merge_and_unload, net.unload, net.merge_adapter):
         with pytest.raises(RuntimeError, match="PEFT cannot merge adapters into their weights.*save_pretrained"):
             call()
+    unknown = "cannot take adapters of experts: deepspeed .*gone"
+    with without("LoRA on experts"), pytest.raises(ConfigError, match=unknown):
+        build(adapted("aria"))
     for modules, of in ((["experts"], "experts"), (["mlp"], "mlp")):
         with pytest.raises(ConfigError, match=f"{of} holds experts, and is in modules_to_save"):
             build(peft.get_peft_model(aria(), peft.LoraConfig(target_modules=["q_proj"], modules_to_save=modules)))

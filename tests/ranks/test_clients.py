@@ -36,8 +36,8 @@ def test_ranks_end_generation_together(ranks2, adapters):
     assert (first, second) == (1, 6) and 0 not in tokens[-6:]
 
 
-def losses_of_reference(stage: int, dtype: str) -> list[float]:
-    """The losses of a model that is trained, after those of one without an optimizer, over the same weights."""
+def losses_of_reference(stage: int, dtype: str) -> tuple[list[float], list[float]]:
+    """The losses of an engine without an optimizer, and of one that trains, over the same weights."""
     config = ds_config(SECTION, stage) | {dtype: {"enabled": True}}
     reference = {key: value for key, value in config.items() if "optimizer" not in key}
     reference["zero_optimization"] = {"stage": stage if stage == 3 else 0}
