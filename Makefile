@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# make setup | test | test-slow | test-releases | lint | finetune | report. Each sets up what it needs in $(VENV) first.
+# make setup | test | test-slow | test-releases | test-clients | lint | finetune | report. Each sets up what it needs
+# in $(VENV) first.
 #   PYTHON      the interpreter to start from; if its torch sees a GPU, that torch is kept and used
 #   VENV        the virtual environment that is made
 #   TORCH       the release of torch to install, by default the newest that the package was tested with
@@ -8,7 +9,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: setup test test-slow test-releases lint finetune report
+.PHONY: setup test test-slow test-releases test-clients lint finetune report
 
 PYTHON ?= python3
 # Its path is looked up here, before the new environment's python3 comes first on PATH.
@@ -85,6 +86,10 @@ test-slow: $(VENV)/ready
 # The tests with the oldest and the newest releases, and ahead-of-time compilation with each Triton: tests/releases.py.
 test-releases:
 	@$(PYTHON) tests/releases.py
+
+# TRL, Accelerate and others, each in an environment of its own, with nothing but the JSON section: tests/clients.
+test-clients: $(VENV)/ready
+	@$(RUN) tests/clients
 
 report: $(VENV)/ready
 	@$(RUN) examples/benchmarks/report.py

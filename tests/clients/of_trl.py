@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TRL's own programs: `trl sft`, `trl dpo`, `trl grpo`, `trl reward`."""
+
+import json
+
+from client import RUNS, SAVE_EVERY, STEPS, WITHOUT_LORA, Client, Job
+
+DATA = {"sft": "text", "dpo": "preference", "grpo": "prompt", "reward": "preference"}
+# Ends completions early, and not on all ranks at once.
+ENDS = list(range(3, 400, 5))
+MORE = {
+    "sft": ["--learning_rate", "2e-3", "--max_length", "128"],
+    "dpo": ["--learning_rate", "2e-4", "--max_length", "128"],
+    "grpo": ["--learning_rate", "2e-4", "--num_generations", "4", "--max_completion_length", "24", "--beta", "0.04",
+             "--reward_funcs", "rewards.length", "--generation_kwargs", json.dumps({"eos_token_id": ENDS})],
+    "reward": ["--learning_rate", "2e-4", "--max_length", "128"],
+}
+LORA = ["--use_peft", "--lora_dropout", "0", "--lora_target_modules", "q_proj", "v_proj",
+        "--lora_target_parameters", "experts.gate_up_proj", "experts.down_proj"]
+
+
+class TRL(Client):
+    title = "TRL"
+    packages = (("trl==1.16.0", "datasets"), )
+    kinds = {"sft": RUNS, "dpo": RUNS, "grpo": RUNS, "reward": WITHOUT_LORA}
+
+    def command(self, job: Job) -> list[str]:
+        resume = ["--resume_from_checkpoint", str(job.resume)] if job.resume else []
+        return ["trl", job.kind, "--num_processes", "2", "--model_name_or_path", str(job.model),
+                "--dataset_name", str(job.data / DATA[job.kind]), "--output_dir", str(job.out),
+                "--deepspeed", str(job.deepspeed), *MORE[job.kind], *(LORA if job.lora else []), *resume,
+                "--dtype", "bfloat16", "--bf16", "true", "--use_cpu", "--per_device_train_batch_size", "4",
+                "--max_steps", str(STEPS), "--save_steps", str(SAVE_EVERY), "--logging_steps", "1",
+                "--lr_scheduler_type", "constant", "--seed", "1", "--report_to", "none"]
+
+
+CLIENT = TRL()
