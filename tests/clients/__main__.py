@@ -28,6 +28,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from client import ABSENT, LORA, LORA_PLAIN, PLAIN, RESUMED, SECTION, STEPS, Client, Job
@@ -37,14 +38,14 @@ ROOT = HERE.parents[1]
 RESULTS, PAGE = HERE / "results.json", ROOT / "examples/guides/clients.md"
 BEGIN, END = "<!-- clients: begin -->", "<!-- clients: end -->"
 NAMES = tuple(sorted(path.stem.removeprefix("of_") for path in HERE.glob("of_*.py")))
-BASE = os.environ.get("DS_MXFP8_MOE_PYTHON", str(ROOT / ".venv" / "bin" / "python"))
+BASE = os.environ.get("DS_MXFP8_MOE_PYTHON", str((ROOT / ".venv").resolve() / "bin" / "python"))
 WORK = ROOT / "runs" / "clients"
 SECTIONS = {"expert_parallel": {"enabled": True, "autoep_size": 2}, "mxfp8_moe": {"enabled": True}}
 CONVERTED = re.compile(r"(\d+) of (\d+) MoE layers converted")
 LIMIT_SECONDS = 900
 RESUMED_TOLERANCE = 0.001
 # Base packages that a client's environment does not see: this package, and what makes checkouts importable.
-HIDDEN = ("ds_mxfp8_moe", "ds-mxfp8-moe", "__editable__", "__pycache__", "pip", "setuptools")
+HIDDEN = ("ds_mxfp8", "__editable__", "__pycache__", "pip")
 
 
 def of_python(python: str, code: str) -> str:
@@ -90,11 +91,16 @@ def share_packages(python: str, folder: Path) -> None:
         if not path.name.startswith(HIDDEN) and path.suffix != ".pth":
             (shared / path.name).symlink_to(path)
     (Path(of_python(python, ask)) / "shared.pth").write_text(f"{shared}\n")
-    for program in Path(BASE).parent.iterdir():
+    programs = Path(BASE).parent
+    for program in programs.iterdir():
         mine = folder / "bin" / program.name
-        if program.is_file() and not mine.exists() and (text := program.read_bytes()).startswith(f"#!{BASE}".encode()):
-            mine.write_bytes(text.replace(BASE.encode(), python.encode(), 1))
+        if mine.exists() or program.name.startswith((*HIDDEN, "python", "activate", "Activate")):
+            continue
+        if program.read_bytes().startswith(f"#!{programs}/".encode()):
+            mine.write_text(f"#!{python}\n" + program.read_text().split("\n", 1)[1])
             mine.chmod(0o755)
+        else:
+            mine.symlink_to(program)
 
 
 def wheel() -> Path:
@@ -216,7 +222,7 @@ def faults(what: str, found: dict[str, dict], tolerance: float) -> list[str]:
     return wrong
 
 
-def test(name: str, kinds: list[str], package: Path) -> list[dict]:
+def test(name: str, kinds: list[str], package: Path) -> Iterator[dict]:
     """All runs of a client's kinds of training, as rows."""
     client = importlib.import_module(f"of_{name}").CLIENT
     folder, work = made_environment(name, client), WORK / name
@@ -239,15 +245,13 @@ def test(name: str, kinds: list[str], package: Path) -> list[dict]:
     subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", package], check=True, env=environment())
     same = {"client": name, "versions": versions(python), "date": datetime.date.today().isoformat(),
             "commit": of_commit()}
-    rows = []
     for kind, of_kind in found.items():
         for what in client.kinds[kind]:
             if what not in of_kind:
                 of_kind[what] = trained(client, folder, job(kind, what))
             wrong = faults(what, of_kind, client.tolerance)
-            rows.append({"kind": kind, "run": what, "wrong": wrong, **of_kind[what], **same})
             print(f"{name}, {kind}, {what}: {'; '.join(wrong) or 'right'}", flush=True)
-    return rows
+            yield {"kind": kind, "run": what, "wrong": wrong, **of_kind[what], **same}
 
 
 def of_commit() -> str:
@@ -255,12 +259,9 @@ def of_commit() -> str:
                           text=True).stdout.strip()
 
 
-def add(new: list[dict]) -> None:
-    """Puts rows in place of those of the same client, kind and run."""
-    def key(row: dict) -> tuple[str, ...]:
-        return row["client"], row["kind"], row["run"]
-
-    rows = {key(row): row for row in [*recorded(), *new]}
+def add(new: dict) -> None:
+    """Puts a row in place of that of the same client, kind and run."""
+    rows = {(row["client"], row["kind"], row["run"]): row for row in [*recorded(), new]}
     lines = ",\n".join(json.dumps(row) for row in rows.values())  # one line a row
     RESULTS.write_text(f"[\n{lines}\n]\n")
 
@@ -323,10 +324,10 @@ def main() -> int:
     WORK.mkdir(parents=True, exist_ok=True)
     package, wrong = wheel() if asked else None, False
     for name, kinds in asked.items():
-        rows = test(name, kinds, package)
-        wrong |= any(row["wrong"] for row in rows)
-        if not given.unrecorded:
-            add(rows)
+        for row in test(name, kinds, package):
+            wrong |= bool(row["wrong"])
+            if not given.unrecorded:
+                add(row)
     if not given.unrecorded:
         write_page()
     return int(wrong)

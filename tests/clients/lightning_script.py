@@ -26,8 +26,7 @@ if ON_CPU:  # for tests: Lightning lets DeepSpeed use GPUs alone
 
     GPUStrategy, initialize = DeepSpeedStrategy, deepspeed.initialize
     module._validate_device_index_selection = lambda devices: None
-    deepspeed.initialize = lambda *args, args_=None, **others: initialize(
-        *args, **{name: value for name, value in others.items() if name != "args"})
+    deepspeed.initialize = lambda **given: initialize(**{**given, "args": None})  # which name a GPU
 
     class DeepSpeedStrategy(GPUStrategy):  # noqa: F811
         def setup_environment(self) -> None:

@@ -26,7 +26,7 @@ class TRL(Client):
 
     def command(self, job: Job) -> list[str]:
         resume = ["--resume_from_checkpoint", str(job.resume)] if job.resume else []
-        return ["trl", job.kind, "--num_processes", "2", "--model_name_or_path", str(job.model),
+        return ["trl", job.kind, "--use_deepspeed", "--num_processes", "2", "--model_name_or_path", str(job.model),
                 "--dataset_name", str(job.data / DATA[job.kind]), "--output_dir", str(job.out),
                 "--deepspeed", str(job.deepspeed), *MORE[job.kind], *(LORA if job.lora else []), *resume,
                 "--dtype", "bfloat16", "--bf16", "true", "--use_cpu", "--per_device_train_batch_size", "4",
