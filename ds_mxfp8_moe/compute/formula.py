@@ -140,11 +140,15 @@ class ExpertFormula:
         all_shapes = weights | {f"{role}_bias": shape[:1] for role, shape in weights.items()}
         return {role: all_shapes[role] for role in self.names()}
 
+    @property
+    def function(self) -> str:
+        """What it computes, in words, without the names of parameters."""
+        return f"{self.kind}({self.act})" if self.activation else self.kind
+
     def __str__(self) -> str:
-        act = f"({self.act})" if self.activation else ""
         packed = "" if self.packed == "none" else f" packed as {self.packed}"
         roles = ", ".join(f"{role}={name}" for role, name in self.names().items() if not role.endswith("_bias"))
-        return f"{self.kind}{act}{packed} with {roles}"
+        return f"{self.function}{packed} with {roles}"
 
 
 class LowRank(NamedTuple):

@@ -5,8 +5,10 @@ Conversion swaps classes in place: every Parameter object, buffer, hook and name
 be safe stays on DeepSpeed's own path, exactly as DeepSpeed made it, and the report gives the reason.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
@@ -42,13 +44,17 @@ class LayerReport:
     detail: str
 
     def __str__(self) -> str:
-        state = "converted" if self.converted else "not converted"
-        return f"mxfp8_moe: {self.name} ({self.kind}) {state}: {self.detail}"
+        return f"{self.name} {self.without_name}"
+
+    @property
+    def without_name(self) -> str:
+        return f"({self.kind}) {'converted' if self.converted else 'not converted'}: {self.detail}"
 
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """One entry for each MoE layer of the model, in the order of named_modules().
+    """One entry for each MoE layer of the model, in the order of named_modules(). As text, layers with the same reason
+    share a line.
 
     Attributes:
         idle_patterns: patterns in `include` and `exclude` that match no layer.
@@ -73,7 +79,8 @@ class ConversionReport:
             return ("mxfp8_moe: no MoE layers found, neither deepspeed.moe.layer.MoE nor stacked experts of "
                     "transformers. These also need DeepSpeed's section "
                     '"expert_parallel": {"enabled": true, "autoep_size": ...}')
-        lines = [str(layer) for layer in self.layers]
+        of_layers = {layer.name: layer.without_name for layer in self.layers}
+        lines = [f"mxfp8_moe: {names} {text}" for names, text in alike(of_layers)]
         lines += [f"mxfp8_moe: WARNING: {pattern!r} in 'include' or 'exclude' matches no MoE layer's whole name"
                   for pattern in self.idle_patterns]
         reasons = {layer.detail for layer in self.layers}
@@ -81,6 +88,36 @@ class ConversionReport:
         cause = "; 'include' and 'exclude' leave no layer" if reasons == {LEFT_OUT} else ""
         counts = f"{self.converted} of {len(self.layers)} MoE layers converted"
         return "\n".join([*lines, f"mxfp8_moe: {warning}{counts}{cause}"])
+
+
+def alike(sentences: dict[str, str]) -> list[tuple[str, str]]:
+    """Layers that share a sentence, in one entry: their names, folded, and the sentence.
+
+    Sentences that differ in a number inside a module's name are one, with the first layer's number.
+
+    Args:
+        sentences: name of a layer -> what there is to say about it.
+    """
+    shared: dict[str, list[str]] = {}
+    for name, sentence in sentences.items():
+        shared.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "", sentence), []).append(name)
+    return [(folded(names), sentences[names[0]]) for names in shared.values()]
+
+
+def folded(names: Iterable[str]) -> str:
+    """Names of layers, in which those that differ in their first number are one: "model.layers.0-47.mlp"."""
+    numbers: dict[tuple[str, str], list[int]] = {}
+    for name in names:
+        parts = re.fullmatch(r"((?:[^.\d][^.]*\.)*)(\d+)(|\..*)", name)
+        before, number, after = parts.groups() if parts else (name, None, "")
+        numbers.setdefault((before, after), []).extend([] if number is None else [int(number)])
+    return ", ".join(f"{before}{_ranges(found)}{after}" for (before, after), found in numbers.items())
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Ascending numbers as "0-3,5"."""
+    runs = [[i for _, i in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def convert_layers(model: torch.nn.Module, config: MXFP8MoEConfig, broken: str = "") -> ConversionReport:
@@ -122,7 +159,7 @@ def convert_layers(model: torch.nn.Module, config: MXFP8MoEConfig, broken: str =
         inner.__class__, inner.mxfp8_settings = MXFP8MOELayer, settings
         inner.mxfp8_experts = ExpertsAtConversion(inner.experts)
         inner.mxfp8_weights = ExpertWeights(inner.experts.deepspeed_experts, formula)
-        detail = f"{_placement(inner)}, {_describe(settings)}{_trained(inner)}"
+        detail = f"{_placement(inner)}, {_describe(settings, str(formula))}{_trained(inner)}"
         layers.append(LayerReport(label, kind, True, detail))
     return ConversionReport.of(layers, config)
 
@@ -157,7 +194,7 @@ def _convert_experts(name: str, block: ExpertBlock, holds_mxfp8: bool, config: M
         return LayerReport(name, "AutoEP", False, f"{reason}; its experts run in the model's dtype")
     held = ", frozen experts in MXFP8" if frozen else ""
     own = "" if formula.activation else ", the model's own function between the GEMMs, since no kernel computes it"
-    detail = f"{_placement(experts)}, {_describe(settings)}{own}{held}{_trained(experts)}"
+    detail = f"{_placement(experts)}, {_describe(settings, formula.function)}{own}{held}{_trained(experts)}"
     return LayerReport(name, "AutoEP", True, detail)
 
 
@@ -208,12 +245,12 @@ def _trained(layer: torch.nn.Module) -> str:
     return "" if any(p.requires_grad for p in layer.experts.parameters()) else ", experts frozen, no adapters"
 
 
-def _describe(settings: LayerSettings) -> str:
+def _describe(settings: LayerSettings, formula: str) -> str:
     recipe = settings.recipe
     if not recipe.quantize_gemm:
-        return f"recipe bf16 (no quantisation), {settings.formula}"
+        return f"recipe bf16 (no quantisation), {formula}"
     threshold = f", {settings.threshold}" if settings.threshold else ""
-    return f"recipe {settings.config.recipe}{threshold}, blocks of {recipe.block_size}, {settings.formula}"
+    return f"recipe {settings.config.recipe}{threshold}, blocks of {recipe.block_size}, {formula}"
 
 
 def _restore_layer(module: torch.nn.Module) -> None:

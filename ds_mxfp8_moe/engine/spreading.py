@@ -39,7 +39,7 @@ from ..layers.say import print_on_rank_0
 from ..layers.stacked import DOWN, Layout, is_stacked, shape_of
 from ..transport.agreement import compare_starts
 from ..transport.deadline import failure_in_world
-from .convert import shared_parameters
+from .convert import alike, shared_parameters
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class _Spreading:
             ConfigError: PEFT has changed experts in a way that this package does not know.
         """
         check_adapters(self.model)
-        found, left = [], []
+        found, left = [], {}
         for name, block in self.model.named_modules():
             child = block._modules.get("experts")
             experts = unwrapped(child)
@@ -133,10 +133,13 @@ class _Spreading:
                 if reason and isinstance(experts, HeldExperts) and not experts.original:
                     raise ConfigError(f"{name}.experts are held in MXFP8 alone, and cannot be spread: {reason}. Load "
                                       "the model by transformers' from_pretrained")
-                left.append(f"{name}: {reason}") if reason else found.append(one)
-        if left:
-            print_on_rank_0(f"mxfp8_moe: WARNING: experts of {len(left)} MoE blocks stay whole on every rank, as "
-                            f"transformers computes them: {left[0]}")
+                if reason:
+                    left[name] = reason
+                else:
+                    found.append(one)
+        for names, reason in alike(left):
+            print_on_rank_0(f"mxfp8_moe: WARNING: experts of {names} stay whole on every rank, as transformers "
+                            f"computes them: {reason}")
         return found
 
     def _obstacle(self, one: Found) -> str | None:

@@ -12,6 +12,7 @@ from torch import nn
 from ds_mxfp8_moe import ConfigError, MXFP8MoEConfig, convert
 from ds_mxfp8_moe.compute import crossover
 from ds_mxfp8_moe.engine.attach import build_executor
+from ds_mxfp8_moe.engine.convert import alike
 from ds_mxfp8_moe.ops.op_builder import replay
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -105,13 +106,25 @@ def test_swaps_classes_and_keeps_every_object(capsys):
     report = convert(model)
     assert report.converted == 2 and [layer.name for layer in report.layers] == ["blocks.0.moe", "blocks.1.moe"]
     printed = capsys.readouterr().out
-    assert ("mxfp8_moe: blocks.0.moe (classic) converted: 4 experts on every rank, recipe mxfp8_wgrad_with_hp, blocks "
-            "of 32") in printed
+    assert ("mxfp8_moe: blocks.0-1.moe (classic) converted: 4 experts on every rank, recipe mxfp8_wgrad_with_hp, "
+            "blocks of 32") in printed
     assert "mxfp8_moe: 2 of 2 MoE layers converted" in printed
     assert {name: id(p) for name, p in model.named_parameters()} == {name: id(p) for name, p in parameters.items()}
     assert all(isinstance(m.moe, PlainMoE) and isinstance(m.moe.deepspeed_moe, MOELayer) for m in model.blocks)
     model(torch.randn(2, 8, HIDDEN)).sum().backward()
     assert calls == ["gate", "inner", "layer", "gradient"]
+
+
+def test_layers_that_share_a_sentence_share_a_line():
+    names = [f"model.layers.{i}.mlp" for i in range(48)]
+    shared = {name: f"{name}.experts.down_proj is shared with another module" for name in names}
+    assert alike(shared) == [("model.layers.0-47.mlp", shared[names[0]])]
+    sizes = {name: "a" if i in (0, 1, 2, 5) else "b" for i, name in enumerate(names)}
+    assert alike(sizes) == [("model.layers.0-2,5.mlp", "a"), ("model.layers.3-4,6-47.mlp", "b")]
+    assert alike(dict.fromkeys(["encoder.0.moe.1", "encoder.1.moe.1", "decoder4.0", "moe2", "7"], "a")) == [
+        ("encoder.0-1.moe.1, decoder4.0, moe2, 7", "a")]
+    said = str(convert(Model(), {"exclude": ["blocks.1.moe"]})).splitlines()
+    assert [line[11:30] for line in said] == ["blocks.0.moe (class", "blocks.1.moe (class", "1 of 2 MoE layers c"]
 
 
 def test_include_and_exclude():
