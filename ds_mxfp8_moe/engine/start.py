@@ -6,6 +6,7 @@ Importing this module makes engines say so if their config has the section and n
 
 import atexit
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ import deepspeed
 import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import logger
 
 from ..config import SECTION, ConfigError, MXFP8MoEConfig, parse
 from ..layers.found import converted_layers
@@ -32,7 +34,8 @@ from .spreading import experts_spread
 _READ = ContextVar("read", default=False)
 UNREAD = (f'mxfp8_moe: WARNING: the DeepSpeed config has the section "{SECTION}", but nothing read it, so this is '
           "plain DeepSpeed. Call ds_mxfp8_moe.initialize in place of deepspeed.initialize. Where a library calls that "
-          "(Hugging Face Trainer, Accelerate), call ds_mxfp8_moe.enable() before it does")
+          "(Hugging Face Trainer, Accelerate), call ds_mxfp8_moe.enable() before it does, or start the program by "
+          "python -m ds_mxfp8_moe.run")
 NO_ENGINE = ("mxfp8_moe: WARNING: ds_mxfp8_moe.enable() was called, but nobody made a DeepSpeed engine, so nothing "
              "ran in MXFP8. Give Accelerate or the Trainer a DeepSpeed config. Accelerator(cpu=True) makes no engine")
 
@@ -85,6 +88,8 @@ def _preparing(config: MXFP8MoEConfig, model: torch.nn.Module | None) -> Iterato
             if config.enabled:
                 _refuse_empty(model)
                 contexts |= {"FP8 experts": quantised_experts(model), "own optimizer": any_groups_allowed()}
+                logger.addFilter(_is_news)
+                stack.callback(logger.removeFilter, _is_news)
             elif holds_experts(model):
                 raise ConfigError('the model\'s experts are held in MXFP8 alone: write "mxfp8_moe": {"enabled": true}')
             for feature, context in contexts.items():
@@ -93,6 +98,11 @@ def _preparing(config: MXFP8MoEConfig, model: torch.nn.Module | None) -> Iterato
             yield
     finally:
         _READ.reset(before)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether the start-up lines about the layers do not say the same."""
+    return not record.getMessage().startswith("autoep_size=1 means every rank owns all experts")
 
 
 def _refuse_empty(model: Any) -> None:
@@ -153,8 +163,10 @@ def _reminding(plain: Callable, engine: DeepSpeedEngine, *args, **kwargs) -> Non
 
 
 def _switched_on(config: Any) -> bool:
-    section = config.get(SECTION) if isinstance(config, dict) else None
-    return isinstance(section, dict) and section.get("enabled", True) is not False
+    if not isinstance(config, dict) or SECTION not in config:
+        return False
+    section = config[SECTION]
+    return not isinstance(section, dict) or section.get("enabled") is not False
 
 
 def _remind(engine: DeepSpeedEngine) -> None:

@@ -2,6 +2,7 @@
 """Errors and printed lines while an engine is made: sections, versions, models and ranks that do not fit."""
 
 import io
+import logging
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from autoep_models import ds_config, model
 from autoep_models import train_engine as train
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import logger
 from models import SwiGLU
 from test_engine import MXFP8, OTHER, enabled, initializer, made_by, our_hooks
 
@@ -57,18 +59,21 @@ def test_a_section_that_does_nothing_says_so(ranks2, section, message):
 def advised(autoep):
     out, config = io.StringIO(), ds_config({"enabled": True, "capacity_factor": 2.0})
     config["expert_parallel"] = {"enabled": True, **autoep}
+    logger.addHandler(handler := logging.StreamHandler(out))
     with redirect_stdout(out):
         ds_mxfp8_moe.initialize(model=model(), config=config)
+    logger.removeHandler(handler)
     return out.getvalue()
 
 
 def test_a_size_left_out_and_where_the_experts_lie_are_said(ranks2):
     said, _ = ranks2.run(advised, {})
-    assert said.count("converted: 8 experts on every rank, recipe") == 2
+    assert said.count("layers.0-1.mlp (AutoEP) converted: 8 experts on every rank, recipe") == 1
     assert 'WARNING: "expert_parallel" has no "autoep_size"' in said
     assert 'WARNING: "capacity_factor" has no effect: every rank holds all experts' in said
+    assert "autoep_size=1 means" not in said  # DeepSpeed's words for it
     said, _ = ranks2.run(advised, {"autoep_size": 2})
-    assert said.count("converted: 8 experts, 4 on each of 2 ranks, recipe") == 2 and said.count("WARNING") == 1
+    assert said.count("converted: 8 experts, 4 on each of 2 ranks, recipe") == 1 and said.count("WARNING") == 1
 
 
 def hinted():
