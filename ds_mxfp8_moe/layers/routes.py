@@ -93,6 +93,12 @@ class RecordedRoutes(Sequence):
         if absent := [layer.name for layer in self._layers if forward.turns.get(layer.index, Turn()).made_TK is None]:
             raise RuntimeError(f"the routes of forward {n} are incomplete: it did not reach {', '.join(absent)}")
         made = [forward.turns[layer.index].made_TK for layer in self._layers]
+        other = next((i for i, made_TK in enumerate(made) if len(made_TK) != len(made[0])), None)
+        if other is not None:
+            names = self._layers[0].name, self._layers[other].name
+            raise RuntimeError(f"the routes of forward {n} are no tensor [*tokens, L, K], since blocks got different "
+                               f"tokens: {names[0]} got {len(made[0])}, and {names[1]} got {len(made[other])}. Record "
+                               "a block, or a part of the model, in which all get the same")
         most = max(made_TK.shape[1] for made_TK in made)
         made = [torch.nn.functional.pad(made_TK, (0, most - made_TK.shape[1]), value=-1) for made_TK in made]
         return torch.stack(made, dim=1).reshape(*forward.token_shape, len(made), most)

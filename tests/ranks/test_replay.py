@@ -265,6 +265,15 @@ def wrong_on_rank_1() -> None:
             with pytest.raises(RuntimeError, match=f"forward {n} are incomplete: it did not reach model.layers.1.mlp"):
                 routes[n]
     assert routes[2].shape == (2, 16, 2, 2)
+    block = autoep_layers(model)[1]
+    hooks = [block.register_forward_pre_hook(lambda block, inputs: (inputs[0][:, :8].contiguous(), )),
+             block.register_forward_hook(lambda block, inputs, y: torch.cat([y, y], dim=1))]
+    with record_routes(engine) as of_other_tokens:
+        model(ids)
+    for hook in hooks:
+        hook.remove()
+    with pytest.raises(RuntimeError, match="layers.0.mlp got 32, and model.layers.1.mlp got 16. Record a block"):
+        of_other_tokens[0]
     with pytest.raises(ValueError, match="replay_routes: rank 1: forward 0: the routes of forward 0 are incomplete"), \
             replay_routes(engine, routes if dist.get_rank() else [GOOD] * 3):
         raise AssertionError("the forward began")
