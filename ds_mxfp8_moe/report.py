@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ds_mxfp8_report [ds_config.json [model]]`: what ds_mxfp8_moe would use on this machine, and why.
+"""`ds_mxfp8_report [config [model]]`: what ds_mxfp8_moe would use on this machine, and why.
 
-It also says what would make training with this config and model faster. It only reads, and never starts
-torch.distributed. `python -m ds_mxfp8_moe.report` is the same. The form is that of DeepSpeed's ds_report: names, dots,
-values.
+The config is DeepSpeed's JSON, or a file of a client that names it. The report says what will happen with it, and what
+would make training with it and the model faster. It only reads, and never starts torch.distributed.
+`python -m ds_mxfp8_moe.report` is the same. The form is DeepSpeed's ds_report: names, dots, values.
 """
 
 import argparse
@@ -33,12 +33,16 @@ from .config import (
     printable,
     read_ds_config,
     resolve,
+    shown,
 )
 from .engine.advice import about_enabled, about_expert_parallel, about_keys, about_speed
 from .engine.self_check import line_about, remembered, worst
 from .ops.device import has_kernels
 from .ops.op_builder import NVLinkBuilder, NVSHMEMBuilder, ReplayBuilder
 from .ops.op_builder.builder import NvccBuilder, dotted, nvcc_version
+
+# Keys by which files of Accelerate, Axolotl, LLaMA-Factory, ms-swift and TRL name the DeepSpeed config or one another.
+NAMES_CONFIG = ("deepspeed", "deepspeed_config", "deepspeed_config_file", "accelerate_config")
 
 PACKAGES = ("ds_mxfp8_moe", "torch", "triton", "deepspeed", "transformers", "peft", "accelerate", "mpi4py")
 
@@ -69,7 +73,7 @@ class TransportStatus(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the report. Returns the exit status: 1 if the given config has an error or cannot run here, else 0."""
     parser = argparse.ArgumentParser(prog="ds_mxfp8_report", description="What ds_mxfp8_moe would use here, and why.")
-    parser.add_argument("config", nargs="?", help="a DeepSpeed config file, to see what its section means here")
+    parser.add_argument("config", nargs="?", help="a DeepSpeed config, or the YAML or JSON of a client that names one")
     parser.add_argument("model", nargs="?", help="a Hugging Face model's folder or name, to see what would be faster")
     args = parser.parse_args(argv)
 
@@ -85,8 +89,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     statuses = transports()
     for transport in statuses:
         _line(f"transport {transport.name}", f"{'[OKAY]' if transport.available else '[NO]'} {transport.reason}")
-    _line("launches of the experts' kernels", launches())
-    _line("switched on by the section alone", hook())
+    _line("kernel launches", launches())
+    off = hook_off()
+    _line("section without enable()", f"[NO] {off}" if off else "[OKAY] armed; DS_MXFP8_MOE_AUTO=0 is off")
     _line("check of the kernels", kernels_check())
 
     problem = print_section(args.config, args.model, statuses)
@@ -105,19 +110,24 @@ def print_section(path: str | None, model: str | None, statuses: Sequence[Transp
     """Prints what the section of a config file means here, and what training with it would warn of.
 
     Args:
-        path: the DeepSpeed config file. None: a section {"enabled": true}.
+        path: a DeepSpeed config, or a client's file that names one. None: a section {"enabled": true}.
         model: a Hugging Face model's folder or name, or None.
         statuses: as `transports` returns them.
 
     Returns:
         Why the config has an error or cannot run here, one line for each problem. None: it can.
     """
-    _heading(printable(f'section "{SECTION}" of {path}') if path else 'a section {"enabled": true} would mean')
+    where, given = path, {SECTION: {"enabled": True}}
     try:
-        given = read_ds_config(path) if path else {SECTION: {"enabled": True}}
+        if path:
+            where, given = ds_config_of(path)
         config = parse(given)
     except ConfigError as error:
         return str(error)
+    finally:
+        _heading(printable(f'section "{SECTION}" of {where}') if path else 'a section {"enabled": true} would mean')
+    if path:
+        _line("what will happen", what_will_happen(given, config))
     for name, text in section_lines(config, statuses):
         _line(name, text)
     problem = next((f"the transport {transport.name} cannot be used here: {transport.reason}"
@@ -133,6 +143,63 @@ def print_section(path: str | None, model: str | None, statuses: Sequence[Transp
         for line in about_speed(given, config, net):
             print(f"[HINT] faster, unless your script does it: {line}")
     return problem
+
+
+def ds_config_of(path: str) -> tuple[str, dict]:
+    """The DeepSpeed config that a file holds, or that a client's file names, after its path in words.
+
+    Errors: ConfigError if there is none, or a file cannot be read.
+    """
+    where, found, is_its_own = path, _read(path), not _is_yaml(path)
+    while key := next((key for key in NAMES_CONFIG if found.get(key)), None):
+        value = found[key]
+        if isinstance(value, dict):
+            found, is_its_own = value, key == "deepspeed"  # transformers' Trainer takes a whole config there
+            continue
+        places = str(value), os.path.join(os.path.dirname(path), str(value))
+        path = next(filter(os.path.isfile, places), None)
+        if path is None:
+            raise ConfigError(f'"{key}" in {where} is {shown(value)}, which is no file here. If it is the name of a '
+                              "config that comes with a library: that one has no section. Write a JSON that has it, "
+                              "and its path in place of the name")
+        where, found, is_its_own = f"{path}, named by {where}", _read(path), not _is_yaml(path)
+    if not is_its_own:
+        raise ConfigError(f'{where} names no DeepSpeed config, which alone can have the section: write '
+                          '"deepspeed: ds_config.json" there, or for Accelerate "deepspeed_config_file: '
+                          'ds_config.json" under "deepspeed_config"')
+    return where, found
+
+
+def _is_yaml(path: str) -> bool:
+    return path.endswith((".yaml", ".yml"))
+
+
+def _read(path: str) -> dict:
+    if not _is_yaml(path):
+        return read_ds_config(path)
+    import yaml  # every client that has such files has it
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = yaml.safe_load(file)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds a {type(found).__name__}, expected keys with values")
+    return found
+
+
+def what_will_happen(ds_config: dict, config: MXFP8MoEConfig) -> str:
+    """What engines with this config do, in a sentence."""
+    if not config.enabled:
+        return "plain DeepSpeed"
+    who = "in any program that gives it to DeepSpeed"
+    if hook_off():
+        who = "only after ds_mxfp8_moe.enable(), by ds_mxfp8_moe.initialize, or under python -m ds_mxfp8_moe.run"
+    spread = ds_config.get("expert_parallel")
+    if isinstance(spread, dict) and spread.get("enabled"):
+        return f"MoE layers are converted, {who}"
+    return (f"classic layers (deepspeed.moe.layer.MoE) are converted, {who}; models of transformers need "
+            '"expert_parallel": {"enabled": true, "autoep_size": N} beside the section')
 
 
 def devices(device_type: str) -> list[str]:
@@ -168,12 +235,12 @@ def launches() -> str:
     return f"[OKAY] recorded and replayed; {text}" if usable else f"[NO] each from Python, which is slower: {text}"
 
 
-def hook() -> str:
-    """Whether engines read the section in programs that do not import the package."""
+def hook_off() -> str | None:
+    """Why engines do not read the section in programs that do not import the package. None: they do."""
     if not importlib.metadata.entry_points(group="torch.backends", name="ds_mxfp8_moe"):
-        return "[NO] the package is not installed here: call ds_mxfp8_moe.enable()"
+        return "the package is not installed here: call ds_mxfp8_moe.enable()"
     off = [name for name in ("DS_MXFP8_MOE_AUTO", "TORCH_DEVICE_BACKEND_AUTOLOAD") if os.environ.get(name) == "0"]
-    return f"[NO] {off[0]} is 0: call ds_mxfp8_moe.enable()" if off else "[OKAY] armed; DS_MXFP8_MOE_AUTO=0 is off"
+    return f"{off[0]} is 0: call ds_mxfp8_moe.enable()" if off else None
 
 
 def kernels_check() -> str:

@@ -121,6 +121,53 @@ def test_what_training_would_warn_of_at_start_up(tmp_path, capsys, config, line)
     assert line in text if line else "[WARN]" not in text
 
 
+def test_what_will_happen(tmp_path, capsys, monkeypatch):
+    path, section = tmp_path / "ds_config.json", {"mxfp8_moe": {"enabled": True}}
+
+    def happens(config):
+        path.write_text(json.dumps(config))
+        assert report.main([str(path)]) == 0
+        return next(line for line in capsys.readouterr().out.splitlines() if line.startswith("what will happen ..."))
+
+    monkeypatch.setattr(report, "hook_off", lambda: None)
+    autoep = section | {"expert_parallel": {"enabled": True, "autoep_size": 2}, "train_batch_size": "auto"}
+    assert happens(autoep).endswith("MoE layers are converted, in any program that gives it to DeepSpeed")
+    assert 'models of transformers need "expert_parallel": {"enabled": true, "autoep_size": N}' in happens(section)
+    assert happens(autoep | {"mxfp8_moe": {"enabled": False}}).endswith("... plain DeepSpeed")
+    monkeypatch.setattr(report, "hook_off", lambda: "DS_MXFP8_MOE_AUTO is 0")
+    assert "MoE layers are converted, only after ds_mxfp8_moe.enable()" in happens(autoep)
+
+
+@pytest.mark.parametrize("name, text", [
+    ("sft.yaml", "model: qwen\ndeepspeed: ds_config.json\n"),  # Axolotl, LLaMA-Factory, ms-swift, TRL
+    ("args.json", '{"model": "qwen", "deepspeed": "ds_config.json"}'),
+    ("accelerate.yml", "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds_config.json\n"),
+    ("trl.yaml", "deepspeed: null\naccelerate_config: ../folder/accelerate.yml\n"),
+    ("inside.yaml", "deepspeed: {mxfp8_moe: {enabled: true, load_balance_coeff: 0.25}}")])
+def test_a_clients_file_leads_to_its_deepspeed_config(tmp_path, capsys, name, text):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "ds_config.json").write_text('{"mxfp8_moe": {"enabled": true, "load_balance_coeff": 0.25}}')
+    (folder / "accelerate.yml").write_text("deepspeed_config: {deepspeed_config_file: ds_config.json}")
+    (folder / name).write_text(text)
+    assert report.main([str(folder / name)]) == 0
+    out = capsys.readouterr().out
+    assert "load_balance_coeff ....... 0.25 (given)" in out
+    assert ("ds_config.json, named by " in out) == (name != "inside.yaml") and f"{name}\n---" in out
+
+
+@pytest.mark.parametrize("text, line", [
+    ("deepspeed: zero2", '[FAIL] "deepspeed" in {path} is "zero2", which is no file here. If it is the name'),
+    ("model: qwen", '[FAIL] {path} names no DeepSpeed config, which alone can have the section: write "deepspeed: '),
+    ("deepspeed_config: {zero_stage: 2}", "[FAIL] {path} names no DeepSpeed config"),
+    ("- a", "[FAIL] {path} holds a list"), ("a: [", "[FAIL] {path} cannot be read: ")])
+def test_a_clients_file_that_leads_nowhere(tmp_path, capsys, text, line):
+    path = tmp_path / "sft.yaml"
+    path.write_text(text)
+    assert report.main([str(path)]) == 1
+    assert line.format(path=path) in capsys.readouterr().out
+
+
 def test_what_would_be_faster(tmp_path, capsys):
     path, folder = tmp_path / "ds_config.json", tmp_path / "model"
     path.write_text(json.dumps({"mxfp8_moe": {"enabled": True}, "wall_clock_breakdown": True}))
