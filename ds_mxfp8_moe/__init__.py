@@ -13,10 +13,9 @@ with importing():
     from .engine.replay import padded_routes, record_routes, replay_routes
     from .engine.start import enable, initialize
     from .layers.classic import MoE
-    from .layers.recognise import register_expert
     from .layers.registries import register
     from .transport.deadline import PeerFailure
 
 __all__ = ["ConfigError", "ConversionReport", "MXFP8MoEConfig", "MoE", "PeerFailure", "convert", "enable",
            "export_weights", "from_pretrained", "initialize", "padded_routes", "record_routes", "register",
-           "register_expert", "replay_routes", "save_pretrained"]
+           "replay_routes", "save_pretrained"]

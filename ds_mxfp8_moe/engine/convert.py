@@ -26,7 +26,7 @@ from ..layers.activation_proof import activation_of
 from ..layers.adapters import adapted_parts
 from ..layers.classic import LayerSettings, MoE, MXFP8MOELayer
 from ..layers.experts import ExpertBlock, MXFP8Experts
-from ..layers.frozen_experts import WEIGHTS, frozen_layers, frozen_of, hold_quantized, wants_mxfp8
+from ..layers.frozen_experts import frozen_layers, frozen_of
 from ..layers.recognise import ExpertsAtConversion, foreign_code, recognise
 from ..layers.stacked import shape_of
 from ..ops.private_names import missing
@@ -128,12 +128,11 @@ def convert_layers(model: torch.nn.Module, config: MXFP8MoEConfig, broken: str =
     """
     recipe = resolve(config, *current_device())
     _refuse_to_leave_mxfp8(model, config, broken)
-    holds_mxfp8 = wants_mxfp8(config, model)
     shared = shared_parameters(model)
     layers = []
     for name, module in list(model.named_modules()):
         if isinstance(module, ExpertBlock):
-            layers.append(_convert_experts(name, module, holds_mxfp8, config, recipe, broken))
+            layers.append(_convert_experts(name, module, config, recipe, broken))
             continue
         if not isinstance(module, (deepspeed_layer.MoE, AutoEPMoELayer)):
             continue
@@ -164,7 +163,7 @@ def convert_layers(model: torch.nn.Module, config: MXFP8MoEConfig, broken: str =
     return ConversionReport.of(layers, config)
 
 
-def _convert_experts(name: str, block: ExpertBlock, holds_mxfp8: bool, config: MXFP8MoEConfig, recipe: Recipe,
+def _convert_experts(name: str, block: ExpertBlock, config: MXFP8MoEConfig, recipe: Recipe,
                      broken: str) -> LayerReport:
     """Gives the experts of one block their settings. Those that may not run MXFP8 run in the model's dtype."""
     experts = block.experts
@@ -181,9 +180,6 @@ def _convert_experts(name: str, block: ExpertBlock, holds_mxfp8: bool, config: M
     if reason:
         recipe = unquantized(recipe)
         config = config.model_copy(update={"enabled": False, "load_balance_coeff": None, "force_load_balance": False})
-    elif holds_mxfp8 and _can_hold_mxfp8(block):
-        hold_quantized(block, recipe.scaling_mode)
-        frozen = True
     # Experts that are held in MXFP8 alone compute in it, however few tokens there are.
     fewest_tokens = 0 if frozen else min_tokens_per_expert(
         config.min_tokens_per_expert, formula, recipe, experts.num_local_experts, torch.device(current_device()[0]))
@@ -223,12 +219,6 @@ def _refuse_to_leave_mxfp8(model: torch.nn.Module, config: MXFP8MoEConfig, broke
     for name in frozen_layers(model):
         if broken or not config.enabled or not config.selects(name) or config.recipe == "bf16":
             raise ConfigError(f"{name} {_MXFP8_ALONE}{f' ({broken})' if broken else ''}")
-
-
-def _can_hold_mxfp8(layer: AutoEPMoELayer) -> bool:
-    """Whether all weights of a layer's experts are frozen parameters. Those that ZeRO-3 has partitioned stay."""
-    weights = [p for name in WEIGHTS if (p := layer.experts._parameters.get(name)) is not None]
-    return bool(weights) and not any(p.requires_grad or hasattr(p, "ds_id") for p in weights)
 
 
 def _placement(layer: torch.nn.Module) -> str:

@@ -5,15 +5,13 @@ The experts' own function, `_apply_gate` or without a gate `act_fn`, runs on a f
 Its outputs in eval and in training mode and its gradients must be those of an Activation.
 """
 
-import itertools
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
-from ..compute.formula import ACTIVATIONS, GATED_ONLY, SWIGLU_OAI, Activation
-from .proof import TOLERANCE, isolated, relative_error
+from ..compute.formula import Activation
+from .proof import TOLERANCE, activations, constants, isolated, relative_error
 from .recognise import foreign_code
 
 _COLUMNS = 16
@@ -41,7 +39,7 @@ def activation_of(experts: nn.Module) -> Activation | None:
 
 
 def _proven(experts: nn.Module) -> Activation | None:
-    numbers = _numbers(experts)
+    numbers = constants(experts)
     parts, upstream = _values(numbers)  # gate and up
     if not experts.has_gate:
         parts = parts[:1]
@@ -51,7 +49,7 @@ def _proven(experts: nn.Module) -> Activation | None:
         y = _own(experts, training=False)(given)
         if (y.shape, y.dtype) != (upstream.shape, torch.float32) or not torch.equal(given, x):
             return None
-        found = (act for act in _candidates(numbers, experts.has_gate) if _agree(y, _computed(act, parts)))
+        found = (act for act in activations(numbers, experts.has_gate) if _agree(y, _computed(act, parts)))
         if (act := next(found, None)) is None:
             return None
     expected = _differentiated(lambda parts: _computed(act, parts), parts, upstream)
@@ -90,19 +88,6 @@ def _without_weights(module: nn.Module, training: bool) -> nn.Module:
     return stand_in
 
 
-def _numbers(experts: nn.Module) -> list[float]:
-    """The numbers that may be a constant of the experts' function: each float of the modules, what is named a limit or
-    an alpha in them or in the config, and gpt-oss' constants."""
-    found = {SWIGLU_OAI.alpha, SWIGLU_OAI.limit}
-    config = getattr(experts, "config", None)
-    for holder in (*experts.modules(), *([] if config is None else [config])):
-        for name, x in vars(holder).items():
-            named = "limit" in name or "alpha" in name
-            if type(x) in (int, float) and (named or (type(x) is float and holder is not config)):
-                found.add(float(x))
-    return sorted(x for x in found if x > 0 and math.isfinite(x))
-
-
 def _values(numbers: Sequence[float]) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Gate and up [rows, _COLUMNS], with values on both sides of each number, and a gradient of the output."""
     sizes = [*_ROW_SIZES, *((x, 1) for x in numbers), *((1, x) for x in numbers)]
@@ -111,17 +96,6 @@ def _values(numbers: Sequence[float]) -> tuple[list[torch.Tensor], torch.Tensor]
     values[:2] *= torch.tensor(sizes, device="cpu", dtype=torch.float32).t().unsqueeze(2)
     gate, up, upstream = values
     return [gate.contiguous(), up.contiguous()], upstream
-
-
-def _candidates(numbers: Sequence[float], gated: bool) -> Iterator[Activation]:
-    """Activations without constants first: no limit that the values do not reach is taken for one."""
-    names = [name for name in ACTIVATIONS if name not in GATED_ONLY]
-    yield from map(Activation, names)
-    if gated:
-        for name, limit in itertools.product(names, numbers):
-            yield Activation(name, limit=limit)
-        for name, alpha, limit in itertools.product(GATED_ONLY, numbers, numbers):
-            yield Activation(name, alpha, limit)
 
 
 def _computed(act: Activation, parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -48,25 +48,6 @@ def wants_mxfp8(config: MXFP8MoEConfig, model: Any) -> bool:
     return config.frozen_experts == "mxfp8" or has_adapters(model)
 
 
-def hold(layer: AutoEPMoELayer, frozen: FrozenWeights) -> None:
-    """Frees the parameters of a layer's experts, and gives it `frozen` instead."""
-    experts = layer.experts
-    for name in WEIGHTS:
-        parameter = getattr(experts, name)
-        delattr(experts, name)
-        free(parameter)
-    experts.frozen = frozen
-
-
-def hold_quantized(layer: AutoEPMoELayer, scaling_mode: str) -> None:
-    """Quantises the experts' weights of a layer, one expert after the other, and lets it hold the result alone."""
-    w1_EFH, w2_EHF, w3_EFH = (getattr(layer.experts, name) for name in WEIGHTS)
-    frozen = FrozenWeights(*w2_EHF.shape, w1_EFH.dtype, w1_EFH.device, layer.experts.has_gate)
-    for i, (gate, down, up) in enumerate(zip(w1_EFH, w2_EHF, w3_EFH, strict=True)):
-        frozen.put(i, gate, down, up, scaling_mode)
-    hold(layer, frozen)
-
-
 def free(parameter: nn.Parameter) -> None:
     """Frees the memory of a parameter, even if an optimizer holds it."""
     parameter.data = parameter.data.new_empty(0)

@@ -6,6 +6,8 @@ its gradients must be those of the formula. The user's module is never called an
 """
 
 import copy
+import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
@@ -13,12 +15,36 @@ from operator import itemgetter
 import torch
 from torch import nn
 
-from ..compute.formula import ExpertFormula, NotRecognised, evaluate
+from ..compute.formula import ACTIVATIONS, GATED_ONLY, SWIGLU_OAI, Activation, ExpertFormula, NotRecognised, evaluate
 
 # float32 stays below 1e-6 in any order of operations. gelu and its tanh form differ by 2e-4 on these rows.
 TOLERANCE = 2e-5
 # The sizes of the rows. A clamp shows only on the large ones.
 _ROW_SCALES = (1, 1, 1, 1, 1, 1, 1, 1, 1e-2, 10, 100, 1e5)
+
+
+def constants(module: nn.Module) -> list[float]:
+    """The numbers that may be a constant of an activation in the module: each float of its modules, what is named a
+    limit or an alpha in them or in the config, and gpt-oss' constants."""
+    found = {SWIGLU_OAI.alpha, SWIGLU_OAI.limit}
+    config = getattr(module, "config", None)
+    for holder in (*module.modules(), *([] if config is None else [config])):
+        for name, x in vars(holder).items():
+            named = "limit" in name or "alpha" in name
+            if type(x) in (int, float) and (named or (type(x) is float and holder is not config)):
+                found.add(float(x))
+    return sorted(x for x in found if x > 0 and math.isfinite(x))
+
+
+def activations(numbers: Sequence[float], gated: bool) -> Iterator[Activation]:
+    """Activations without constants first: no limit that the values do not reach is taken for one."""
+    names = [name for name in ACTIVATIONS if name not in GATED_ONLY]
+    yield from map(Activation, names)
+    if gated:
+        for name, limit in itertools.product(names, numbers):
+            yield Activation(name, limit=limit)
+        for name, alpha, limit in itertools.product(GATED_ONLY, numbers, numbers):
+            yield Activation(name, alpha, limit)
 
 
 def prove(expert: nn.Module, candidates: Sequence[ExpertFormula]) -> ExpertFormula:
@@ -85,8 +111,12 @@ def _compare(expert: nn.Module, candidates: Sequence[ExpertFormula], sizes: Mapp
     clone = _copy(expert, params, sizes)
     with torch.no_grad():
         y = _run(clone.eval(), x.clone())
-        errors = [relative_error(y, evaluate(candidate, x, params), by_row=True) for candidate in candidates]
-    error, formula = min(zip(errors, candidates, strict=True), key=itemgetter(0))
+        errors: list[float] = []
+        for candidate in candidates:
+            errors.append(relative_error(y, evaluate(candidate, x, params), by_row=True))
+            if errors[-1] <= TOLERANCE:
+                break
+    error, formula = min(zip(errors, candidates, strict=False), key=itemgetter(0))
     if not error <= TOLERANCE:
         raise NotRecognised(f"the output differs from the nearest recognised formula, {formula} (relative error "
                             f"{error:.1g}): another activation or none, another order of rows, a residual "

@@ -1,90 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which formula the experts of a layer compute, and whether they are still what they were at conversion.
 
-The structure of an expert suggests which parameter could play which role. proof.py runs the expert and decides. Users
-register experts of other structures.
+The shapes of an expert's parameters suggest which one could play which role. proof.py runs the expert and decides.
 """
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from itertools import permutations, product
 
 import torch
 from torch import nn
 
-from ..compute.formula import (
-    ACTIVATIONS,
-    DTYPES,
-    GATED_ONLY,
-    PACKED,
-    SWIGLU_OAI,
-    Activation,
-    ExpertFormula,
-    NotRecognised,
-)
-from .proof import prove
+from ..compute.formula import DTYPES, PACKED, ExpertFormula, NotRecognised
+from .proof import activations, constants, prove
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-# ---- registration -------------------------------------------------------------------------------------------------
-
-_registered: dict[type, ExpertFormula] = {}
-
-
-def register_expert(cls: type[nn.Module], *, kind: str, activation: str | None = None, up: str,
-                    gate: str | None = None, down: str | None = None, gate_bias: str | None = None,
-                    up_bias: str | None = None, down_bias: str | None = None, packed: str = "none",
-                    alpha: float | None = None, limit: float | None = None) -> None:
-    """Says which formula the experts of a class compute, for classes that hold weights outside of plain nn.Linears.
-
-    The weights may be plain nn.Parameters, or belong to subclasses of nn.Linear. A registration holds for exactly this
-    class, not for its subclasses. It is proven by running an expert, as everything else is. Registering a class again
-    replaces its registration.
-
-    Args:
-        cls: the expert's class.
-        kind, activation, packed: see ExpertFormula.
-        up, gate, down, gate_bias, up_bias, down_bias: dotted parameter names inside one expert; weights are
-            [out, in], as in nn.Linear. Every parameter of the expert must be named.
-        alpha, limit: constants of the activation, see Activation. Without both, swiglu_oai has gpt-oss' constants.
-
-    Raises:
-        TypeError: cls is no nn.Module class.
-        ValueError: kind, activation, its constants, packed and the named roles don't fit together.
-    """
-    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-        raise TypeError(f"register_expert: expected a class derived from torch.nn.Module, got {cls!r}")
-    formula = ExpertFormula(kind, activation, 32, 32, up, gate, down, gate_bias, up_bias, down_bias, packed)
-    if packed not in ("none", *PACKED) or (packed != "none" and kind != "gated"):
-        raise ValueError(f"register_expert: packed={packed!r} with kind={kind!r}; expected 'none', or for kind "
-                         f"'gated' one of {', '.join(map(repr, PACKED))}")
-    weights = {"mlp": {"up", "down"}, "gated": {"gate", "up", "down"} if packed == "none" else {"up", "down"}}
-    if kind not in weights:
-        raise ValueError(f"register_expert: kind={kind!r}; expected one of {', '.join(weights)}")
-    names = [act.name for act in _activations(kind)]
-    if activation not in names:
-        raise ValueError(f"register_expert: activation={activation!r} with kind {kind!r}; expected one of "
-                         f"{', '.join(names)}")
-    if activation in GATED_ONLY and alpha is limit is None:
-        alpha, limit = SWIGLU_OAI.alpha, SWIGLU_OAI.limit
-    if (alpha is not None) != (activation in GATED_ONLY) or (limit is not None and kind != "gated"):
-        raise ValueError(f"register_expert: alpha={alpha} and limit={limit} with kind {kind!r} and activation="
-                         f"{activation!r}; only {', '.join(GATED_ONLY)} has an alpha, and only kind 'gated' a limit")
-    given = {role for role in formula.names() if not role.endswith("_bias")}
-    biases = {role.removesuffix("_bias") for role in formula.names()} - given
-    if given != weights[kind] or biases:
-        raise ValueError(f"register_expert: kind {kind!r} with packed={packed!r} names the weights "
-                         f"{sorted(weights[kind])} and biases of these; got {sorted(formula.names())}")
-    _registered[cls] = replace(formula, alpha=alpha, limit=limit)
-
-
-def _activations(kind: str) -> list[Activation]:
-    """The activations that a kind may have."""
-    return [*(Activation(name) for name in ACTIVATIONS if name not in GATED_ONLY), *[SWIGLU_OAI] * (kind == "gated")]
-
-
-# ---- recognition --------------------------------------------------------------------------------------------------
-
 
 def recognise(experts: Sequence[nn.Module], hidden_size: int,
               elsewhere: Mapping[nn.Parameter, str] | None = None) -> ExpertFormula:
@@ -105,10 +34,12 @@ def recognise(experts: Sequence[nn.Module], hidden_size: int,
     _check_alike(experts, elsewhere or {})
     if hidden_size % 32:
         raise NotRecognised(f"hidden size {hidden_size} is no multiple of 32")
-    candidates = _registered_candidates(experts[0], hidden_size) or _linear_candidates(experts[0], hidden_size)
-    if candidates[0].ffn_size % 32:
-        raise NotRecognised(f"FFN size {candidates[0].ffn_size} is no multiple of 32")
-    return prove(experts[0], candidates)
+    layouts = _layouts(experts[0], hidden_size)
+    if layouts[0].ffn_size % 32:
+        raise NotRecognised(f"FFN size {layouts[0].ffn_size} is no multiple of 32")
+    numbers = constants(experts[0])
+    return prove(experts[0], [layout.with_act(act) for layout in layouts
+                              for act in activations(numbers, gated=layout.kind == "gated")])
 
 
 def foreign_code(module: nn.Module) -> str | None:
@@ -160,64 +91,27 @@ def _check_alike(experts: Sequence[nn.Module], elsewhere: Mapping[nn.Parameter, 
                                 "shapes, dtypes or devices")
 
 
-def _registered_candidates(expert: nn.Module, hidden_size: int) -> list[ExpertFormula]:
-    """The one formula registered for this class with its sizes filled in; [] without one."""
-    if type(expert) not in _registered:
-        return []
-    registered = _registered[type(expert)]
+def _layouts(expert: nn.Module, hidden_size: int) -> list[ExpertFormula]:
+    """Every choice of roles that the shapes of the expert's parameters allow, without activations. All of one FFN
+    size."""
     shapes = {name: tuple(p.shape) for name, p in expert.named_parameters()}
-    names = registered.names()
-    if set(names.values()) != set(shapes):
-        raise NotRecognised(f"{type(expert).__name__} is registered with parameters {sorted(names.values())}, "
-                            f"but has {sorted(shapes)}")
-    ffn_size = shapes[registered.up][0] // (1 if registered.packed == "none" else 2)
-    formula = replace(registered, hidden_size=hidden_size, ffn_size=ffn_size)
-    for role, expected in formula.shapes().items():
-        if shapes[names[role]] != expected:
-            raise NotRecognised(f"{type(expert).__name__} is registered with {role}={names[role]} of shape "
-                                f"{expected}, but has {shapes[names[role]]}")
-    return [formula]
-
-
-def _linear_candidates(expert: nn.Module, hidden_size: int) -> list[ExpertFormula]:
-    """Every formula that the shapes of the expert's nn.Linears allow; all of one FFN size."""
-    linears = {}
-    for name, module in expert.named_modules():
-        if any(p is not None for p in module._parameters.values()) and type(module) is not nn.Linear:
-            raise NotRecognised(f"module {name or type(expert).__name__} is a {type(module).__name__} with "
-                                "parameters of its own; only plain nn.Linear may have some "
-                                "(register_expert() adds other classes)")
-        if type(module) is nn.Linear:
-            linears[name] = module
-    if not 2 <= len(linears) <= 3:
-        listed = f" ({', '.join(linears)})" if any(linears) else ""
-        raise NotRecognised(f"{type(expert).__name__} has {len(linears)} nn.Linear modules{listed}; a recognised "
-                            "expert has 2 or 3")
-
-    def formula(kind: str, ffn_size: int, packed: str = "none", **roles: str) -> ExpertFormula:
-        named = {}
-        for role, name in roles.items():
-            named[role] = f"{name}.weight"
-            named[f"{role}_bias"] = f"{name}.bias" if linears[name].bias is not None else None
-        return ExpertFormula(kind, None, hidden_size, ffn_size, packed=packed, **named)
-
-    layouts = []
-    shapes = {name: tuple(m.weight.shape) for name, m in linears.items()}
-    for order in itertools.permutations(linears):
-        out_sizes, in_sizes = zip(*(shapes[name] for name in order), strict=True)
-        ffn_size = in_sizes[-1]
-        ends_fit = in_sizes[0] == hidden_size and out_sizes[-1] == hidden_size
-        if len(order) == 2 and ends_fit and out_sizes[0] == ffn_size:
-            layouts.append(formula("mlp", ffn_size, up=order[0], down=order[1]))
-        elif len(order) == 2 and ends_fit and out_sizes[0] == 2 * ffn_size:
-            layouts += [formula("gated", ffn_size, packed, up=order[0], down=order[1]) for packed in PACKED]
-        elif len(order) == 3 and ends_fit and shapes[order[0]] == shapes[order[1]] == (ffn_size, hidden_size):
-            layouts.append(formula("gated", ffn_size, gate=order[0], up=order[1], down=order[2]))
-    if not layouts:
-        listed = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
-        raise NotRecognised(f"the shapes of its nn.Linear modules ({listed}) fit no recognised formula for hidden "
-                            f"size {hidden_size}")
-    return [layout.with_act(act) for layout in layouts for act in _activations(layout.kind)]
+    weights = [name for name, shape in shapes.items() if len(shape) == 2]
+    biases = [name for name, shape in shapes.items() if len(shape) == 1]
+    kinds = {2: [("mlp", "none"), *(("gated", packed) for packed in PACKED)], 3: [("gated", "none")]}
+    roles, found = ("gate", "up", "down")[-len(weights):], []
+    complete = len(shapes) == len(weights) + len(biases) and len(biases) <= len(weights)
+    for kind, packed in kinds.get(len(weights), ()) if complete else ():
+        for order, biased in product(permutations(weights), permutations(roles, len(biases))):
+            named = {**dict(zip(roles, order, strict=True)),
+                     **{f"{role}_bias": name for role, name in zip(biased, biases, strict=True)}}
+            one = ExpertFormula(kind, None, hidden_size, shapes[order[-1]][1], packed=packed, **named)
+            if all(shapes[named[role]] == shape for role, shape in one.shapes().items()):
+                found.append(one)
+    if not found:
+        listed = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items()) or "none"
+        raise NotRecognised(f"the parameters of {type(expert).__name__} ({listed}) fit no recognised formula for "
+                            f"hidden size {hidden_size}: 2 or 3 weights [out, in], with or without biases")
+    return found
 
 
 # ---- after conversion ---------------------------------------------------------------------------------------------

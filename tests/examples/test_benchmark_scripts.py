@@ -53,6 +53,7 @@ def test_grouped_gemm(tmp_path):
     assert {row["case"]["split"] for row in rows if "split" in row["case"]} == {"even", "skewed"}
 
 
+@pytest.mark.wide
 def test_quantize(tmp_path):
     rows = run_script("kernels.quantize", tmp_path / "x.json", *BRIEF)
     moved = {row["case"]["kernel"]: row["case"]["bytes"] for row in rows if "kernel" in row["case"]}
@@ -61,6 +62,7 @@ def test_quantize(tmp_path):
         assert shape[0] * shape[1] * 2 >= 256 << 20  # larger than any L2
 
 
+@pytest.mark.wide
 def test_expert_ffn(tmp_path):
     rows = run_script("kernels.expert_ffn", tmp_path / "x.json", *BRIEF, "--min-tokens-per-expert", "65")
     assert contenders(rows) == 3 * [expert_ffn.PLAIN, *expert_ffn.RECIPES]
@@ -71,6 +73,7 @@ def test_expert_ffn(tmp_path):
         assert (row["sqnr_db"]["y"] > 38) == (few or plain) and row.get("unquantized", False) == (few and not plain)
 
 
+@pytest.mark.wide
 @pytest.mark.wide
 def test_host(ranks1, tmp_path):
     rows = ranks1.run(run_script, "kernels.host", tmp_path / "x.json", SAMPLES=1, WARM_UP=1)[0]
@@ -83,6 +86,7 @@ def test_host(ranks1, tmp_path):
 # ---- several GPUs -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.wide
 def test_ep_pipeline(ranks2, tmp_path):
     rows = ranks2.run(with_nvlink, "exchange.ep_pipeline", tmp_path / "x.json", *BRIEF, EXPERTS=2)[0]
     noise = {row["contender"]: row["sqnr_db"]["y"] for row in rows if row["case"]["operation"] == "total"}
@@ -101,6 +105,7 @@ def test_dispatch_combine(ranks2, tmp_path):
     assert moved["nvlink, bf16"] * (256 + 8) == moved["nvlink, mxfp8"] * 512
 
 
+@pytest.mark.wide
 def test_moe_layer(ranks2, tmp_path):
     """Over the machine's own transport."""
     rows = ranks2.run(run_script, "exchange.moe_layer", tmp_path / "x.json", *BRIEF)[0]
@@ -112,6 +117,7 @@ def test_moe_layer(ranks2, tmp_path):
     assert totals["collective, bf16"]["sqnr_db"] > 38 > totals["collective, mxfp8"]["sqnr_db"]
 
 
+@pytest.mark.wide
 def test_two_hops(ranks4, tmp_path):
     rows = ranks4.run(run_script, "exchange.two_hops", tmp_path / "x.json", *BRIEF)[0]
     sent = {(row["case"]["operation"], row["case"]["dtype"], row["contender"]): row["bytes"] for row in rows}
@@ -131,6 +137,7 @@ def _latency(out):
 
 
 @pytest.mark.skipif(emulator.obstacle() is not None, reason=f"the emulator needs nvcc: {emulator.obstacle()}")
+@pytest.mark.wide
 def test_latency(ranks2, tmp_path):
     emulator.build()
     rows = ranks2.run(_latency, tmp_path / "x.json")[0]
@@ -168,6 +175,7 @@ def _alone(out):
         return _train(out, "--sizes", "tiny", "--steps", "1", "--contenders", train.HP_CLASSIC)
 
 
+@pytest.mark.wide
 def test_train_on_one_rank_with_and_without_the_check_for_overflow(ranks1, tmp_path):
     rows = ranks1.run(_alone, tmp_path / "x.json")[0]
     assert [row["case"]["overflow_check"] for row in rows] == [True, False]
@@ -205,6 +213,7 @@ def _replay_cost(out):
     return run_script("training.replay_cost", out, "--rounds", "1", STEPS=1)
 
 
+@pytest.mark.wide
 def test_replay_cost(ranks1, tmp_path):
     live, *others = ranks1.run(_replay_cost, tmp_path / "x.json")[0]
     assert [row["contender"] for row in (live, *others)] == list(replay_cost.CONTENDERS)
@@ -217,6 +226,7 @@ def _frozen_quality(out):
                       "--steps", "2", "--seeds", "1", HELDOUT_WINDOWS=8)
 
 
+@pytest.mark.wide
 def test_frozen_quality(ranks1, tmp_path):
     """Two steps say nothing about quality: what is held in MXFP8 is used, and gives nearly the same."""
     in_bf16, frozen = ranks1.run(_frozen_quality, tmp_path / "x.json")[0]
@@ -228,6 +238,7 @@ def _export(out):
     return run_script("training.export", out, "--layers", "1", "--repeats", "1")
 
 
+@pytest.mark.wide
 def test_export(ranks2, tmp_path):
     plain, bf16, fp8 = ranks2.run(_export, tmp_path / "x.json")[0]
     assert plain["bytes"] == bf16["bytes"] == 3 * 8 * 128 * 128 * 2
@@ -238,6 +249,7 @@ def _from_files(out):
     return run_script("training.from_files", out, *BRIEF, "--folders", out.parent)
 
 
+@pytest.mark.wide
 def test_from_files(ranks1, tmp_path):
     """From FP8, bf16 and MXFP4. The files are gone afterwards."""
     rows = ranks1.run(_from_files, tmp_path / "x.json")[0]

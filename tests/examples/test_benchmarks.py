@@ -49,6 +49,7 @@ def _agree():
     return timing.rows({"n": 1}, contenders, 0.001)
 
 
+@pytest.mark.wide
 def test_a_row_for_each_stage_and_what_one_rank_finds_wrong_is_wrong(ranks2):
     rows = ranks2.run(_agree)[0]
     assert [(row["contender"], row["case"]["operation"], row["correct"]) for row in rows] == [

@@ -18,7 +18,7 @@ from lib import paired
 from training import convergence, convergence_results
 from training.convergence import BF16, NUDGED, RECIPES, YARDSTICK, Run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.wide]
 CONFIGS = convergence.ROOT / "configs"
 
 

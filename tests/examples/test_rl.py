@@ -11,7 +11,7 @@ def trained(weights: str) -> list[list[dict[str, float]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["fp8", "model"])
+@pytest.mark.parametrize("weights", ["fp8", pytest.param("model", marks=pytest.mark.wide)])
 def test_replay_brings_the_trainer_closer_to_its_rollouts(ranks1, weights):
     (live, replayed), = ranks1.run(trained, weights)
     assert live[0]["reward"] == replayed[0]["reward"]  # the same rollouts

@@ -87,6 +87,7 @@ def run_train(arguments: list[str]) -> str:
     return out.getvalue()
 
 
+@pytest.mark.wide
 def test_the_script(ranks4, folder):
     """All ranks, those of the exchange and those of the trainings, are a pool's."""
     said = {}

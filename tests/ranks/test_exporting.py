@@ -72,7 +72,7 @@ EVERY_WAY = tuple(itertools.product((1, 2, 3), (1, 2)))
 
 
 @pytest.mark.parametrize("model_type", slow_except(
-    ["deepseek_v3", "lfm2_moe", "mixtral", "qwen3_moe"], "lfm2_moe", "mixtral"))
+    ["deepseek_v3", "lfm2_moe", "mixtral", "qwen3_moe"], "mixtral"))
 def test_transformers_and_vllm_read_the_same_weights(ranks2, tmp_path, model_type):
     assert ranks2.run(saved, tmp_path, model_type, EVERY_WAY) == [True, True]
     check_files(tmp_path)
@@ -227,7 +227,7 @@ def merged_and_exported(directory, stage, ep_size):
     return found
 
 
-@pytest.mark.parametrize("stage, ep_size", slow_except([(0, 2), (2, 1), (3, 2)], (0, 2), (3, 2)))
+@pytest.mark.parametrize("stage, ep_size", slow_except([(0, 2), (2, 1), (3, 2)], (3, 2)))
 def test_adapters_are_merged(ranks2, tmp_path, stage, ep_size):
     found, others = ranks2.run(merged_and_exported, tmp_path, stage, ep_size)
     assert same(found, others)

@@ -14,7 +14,7 @@ import peft
 import pytest
 import torch
 from autoep_models import autoep_layers, batch, ds_config, engine, model, train_engine
-from slow import slow_except
+from slow import WIDE, slow_except
 from test_engine import enabled
 from test_expert_ffn import FFN, HIDDEN, RECIPES, formula, problem
 from test_lora import adapted, build
@@ -64,7 +64,7 @@ def beside_kept(*args, **changes):
 
 @pytest.mark.parametrize("ranks, stage, ep_size, changes", [
     ("ranks2", 2, 2, {}), ("ranks2", 0, 1, {"family": "gpt_oss", "checkpointing": True}),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+    *(pytest.param(*case, marks=WIDE) for case in [
         ("ranks2", 1, 1, {}), ("ranks2", 3, 2, {}), ("ranks4", 2, 2, {}), ("ranks2", 2, 2, {"dtype": torch.float32}),
         ("ranks2", 1, 2, {"family": "mixtral", "targets": ["down_proj"], "checkpointing": True}),
         ("ranks2", 2, 2, {"family": "deepseek_v3"}), ("ranks2", 0, 2, {"family": "qwen2_moe"})])], ids=str)
@@ -176,6 +176,7 @@ def compiled():
 
 
 @pytest.mark.slow
+@pytest.mark.wide
 def test_compiled_engines_train_alike(ranks2):
     for plain, traced in ranks2.run(compiled):
         assert traced == plain
@@ -221,8 +222,8 @@ WRITTEN = {"enabled": True, "frozen_experts": "mxfp8"}
     (WRITTEN, attention_alone, 2, {}), (WRITTEN, second_layer_trained, 1, {}), (WRITTEN, all_trained, 0, {}),
     ({**WRITTEN, "exclude": [r".*layers\.0\..*"]}, lora_of_attention, 1, {}),
     (WRITTEN, lora_of_attention, 0, {"moe_intermediate_size": 48}),  # which is not converted
-    pytest.param({"enabled": True, "recipe": "bf16"}, lora_of_attention, 0, {}, marks=pytest.mark.slow),
-    pytest.param({"enabled": True, "frozen_experts": "keep"}, lora_of_attention, 0, {}, marks=pytest.mark.slow)])
+    pytest.param({"enabled": True, "recipe": "bf16"}, lora_of_attention, 0, {}, marks=WIDE),
+    pytest.param({"enabled": True, "frozen_experts": "keep"}, lora_of_attention, 0, {}, marks=WIDE)])
 def test_which_layers_hold_mxfp8(ranks2, section, prepare, held, changes):
     for found, converted, told in ranks2.run(held_in, section, prepare=prepare, **changes):
         assert found == held <= converted or held == converted == 0
@@ -353,21 +354,6 @@ def test_the_start_takes_one_expert_beside_the_model(ranks2, client_optimizer):
         assert after <= 2 * 4 / 2 - 2 * 8 + 3  # with DeepSpeed's own tensors
 
 
-def converted_later(section):
-    net = adapted(dtype=torch.bfloat16)
-    made = build(net, {"enabled": True, "exclude": [".*"]}, 1, 2, **BF16)
-    sizes = [made.module.num_parameters()]
-    ds_mxfp8_moe.convert(made, section)
-    sizes.append(made.module.num_parameters())
-    return [*train_engine(made, range(3)), held_out_loss(made)], sizes
-
-
-def test_an_engine_that_exists_can_be_converted(ranks2):
-    for (kept, _), (held, sizes) in zip(ranks2.run(converted_later, KEEP), ranks2.run(converted_later, HELD),
-                                        strict=True):
-        assert held == kept and sizes[1] < sizes[0]
-
-
 # ---------------------------------------------------------------- out again
 
 
@@ -440,7 +426,7 @@ def resumed_from_kept(directory, stage):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", slow_except([1, 2], 2))
 def test_a_checkpoint_with_experts_is_read_but_for_them(ranks2, tmp_path, stage):
     for went_on, again in ranks2.run(resumed_from_kept, tmp_path, stage):
         assert again == went_on

@@ -50,10 +50,11 @@ CASES = [("qwen3_moe", 0, 1, {}, plainly), ("qwen3_moe", 1, 3, BF16, plainly), (
 CASES += [(family, 1, 2, BF16, plainly) for family in FAMILIES if family != "qwen3_moe"]
 CASES = {f"{family}-zero{stage}-{steps_of}-{train.__name__}": (train, family, stage, steps_of, dtype)
          for family, stage, steps_of, dtype, train in CASES}
-OTHERS = {"qwen3_moe-zero1-3-plainly", *(name for name in CASES if name.endswith("-zero1-2-plainly"))}
+QUICK = ("qwen3_moe-zero0-1-plainly", "qwen3_moe-zero1-2-lengths", "qwen3_moe-zero1-1-evaluation",
+         "qwen3_moe-zero1-1-padded", "deepseek_v3-zero2-1-uneven", "deepseek_v3-zero1-2-plainly")
 
 
-@pytest.mark.parametrize("case", slow_except(CASES, *(CASES.keys() - OTHERS), "deepseek_v3-zero1-2-plainly"))
+@pytest.mark.parametrize("case", slow_except(CASES, *QUICK))
 def test_graphs_train_alike(ranks2, case):
     for losses, weights, lines, replays in ranks2.run(both, *CASES[case]):
         assert losses and weights
@@ -208,8 +209,9 @@ def with_a_part_replaced(attention) -> None:
     attention.q_proj = torch.nn.Sequential(attention.q_proj, torch.nn.Tanh())
 
 
-@pytest.mark.parametrize("change", [with_a_new_scale, with_an_attribute_changed, with_a_weight_replaced,
-                                    with_a_part_replaced])
+@pytest.mark.parametrize("change", slow_except(
+    [with_a_new_scale, with_an_attribute_changed, with_a_weight_replaced, with_a_part_replaced],
+    with_a_weight_replaced, with_a_part_replaced))
 def test_a_changed_module_trains_alike(one, change):
     def train(net) -> list[torch.Tensor]:
         attention = net.module.model.layers[0].self_attn
@@ -297,11 +299,12 @@ def with_cache(net) -> None:
     net.module.config.use_cache = True
 
 
-@pytest.mark.parametrize("change, reason", [
+@pytest.mark.parametrize("change, reason", slow_except([
     (with_checkpointing, "arguments of the same form"), (with_cache, "arguments of the same form"),
     (with_weights_returned, "Qwen3MoeAttention returns 2 tensors"), (with_hooks, "Qwen3MoeAttention has hooks"),
     (with_backward_hooks, "Qwen3MoeAttention has hooks"),
-    (with_hooked_gradients, "Qwen3MoeAttention has hooks")])
+    (with_hooked_gradients, "Qwen3MoeAttention has hooks")],
+    (with_checkpointing, "arguments of the same form"), (with_hooks, "Qwen3MoeAttention has hooks")))
 def test_what_a_graph_cannot_do_runs_as_before(one, change, reason):
     for asked in (True, None):
         lines = []
@@ -358,6 +361,8 @@ def test_obstacles_are_said_if_asked(one, stage, on_gpu, reason):
         assert len(lines) == bool(asked) and all(reason in line for line in lines)
 
 
+@pytest.mark.slow
+@pytest.mark.wide
 def test_compiled_engines_compile_attention(one):
     with emulated():
         net = started(num_hidden_layers=1)  # tracing takes seconds

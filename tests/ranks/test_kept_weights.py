@@ -94,7 +94,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_except(LAYOUTS, "zero1", "zero2-bf16", "frozen"))
+@pytest.mark.parametrize("name", slow_except(LAYOUTS, "zero2-bf16", "frozen"))
 def test_micro_batches_cast_each_weight_once(ranks2, name):
     # Frozen experts, here of one of the two layers, are cast once for all steps.
     check(ranks2.run(both, LAYOUTS[name]), 2 * CASTS, CASTS, CASTS // 2 if name == "frozen" else None)
@@ -108,7 +108,7 @@ def test_every_recipe(ranks2, ep_size, recipe, block):
 
 
 @pytest.mark.parametrize("way", slow_except(
-    ["reentrant", "non-reentrant", "non-reentrant-to-the-end", "deepspeed"], "reentrant", "non-reentrant"))
+    ["reentrant", "non-reentrant", "non-reentrant-to-the-end", "deepspeed"], "non-reentrant"))
 def test_a_recomputation_uses_the_casts_of_its_forward(ranks2, way):
     check(ranks2.run(both, Layout(zero=2, dtype="bf16"), None, way), 3 * CASTS // 2, CASTS)
 
@@ -175,7 +175,7 @@ def autoep_both(stage, ep_size, changes):
 
 @pytest.mark.parametrize("stage, ep_size, kind", slow_except(
     [(0, 2, "fp32"), (2, 2, "bf16"), (2, 1, "fp32"), (3, 2, "fp32"), (1, 2, "biases")],
-    (2, 2, "bf16"), (3, 2, "fp32"), (1, 2, "biases")))
+    (3, 2, "fp32"), (1, 2, "biases")))
 def test_autoep(ranks2, stage, ep_size, kind):
     changes = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "biases": {"family": "gpt_oss"}}
     results = ranks2.run(autoep_both, stage, ep_size, changes[kind])
@@ -278,7 +278,7 @@ def changed_within_a_step(layout, directory, change):
 
 
 @pytest.mark.parametrize("change", slow_except(
-    CHANGES, "a write", "load_checkpoint", "an evaluation of other weights"))
+    CHANGES, "a write", "load_checkpoint"))
 def test_weights_that_change_within_a_step_are_cast_again(ranks2, tmp_path, change):
     layout = Layout(zero=0 if change in NOT_IN_ZERO_2 else 2, dtype="bf16")
     casts_after = 0 if change in ("nothing", "an evaluation of other weights") else CASTS

@@ -381,6 +381,7 @@ def test_few_tokens_run_unquantised(ranks2):
 
 
 @pytest.mark.slow
+@pytest.mark.wide
 def test_compiled_autograd_breaks_its_graph_at_each_backward():
     from torch._dynamo import compiled_autograd
     formula_, parameters, x, g, routes, weights = alone(bias=True)

@@ -30,7 +30,7 @@ from models import (
     train_steps,
 )
 from rank_pool import reset_deepspeed_groups
-from slow import slow_except
+from slow import WIDE, slow_except
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import ds_mxfp8_moe
@@ -181,11 +181,11 @@ IN_ENGINES = ["stored", "reentrant", "non-reentrant", "deepspeed"]
 
 @pytest.mark.parametrize("ranks, ways, layout", [
     pytest.param("ranks2", IN_ENGINES, Layout(zero=1, moe={"use_residual": True}), id="zero1-residual",
-                 marks=pytest.mark.slow),
+                 marks=WIDE),
     pytest.param("ranks2", IN_ENGINES, Layout(zero=2, dtype="bf16", config={"gradient_accumulation_steps": 2}),
                  id="zero2-accumulation"),
     # A recomputation that stops early leaves the layer by an exception, which must not leave timers running.
-    pytest.param("ranks2", IN_ENGINES, Layout(zero=2, config={"wall_clock_breakdown": True}), id="timers"),
+    pytest.param("ranks2", IN_ENGINES, Layout(zero=2, config={"wall_clock_breakdown": True}), id="timers", marks=WIDE),
     pytest.param("ranks4", [0, 1, 2], Layout(stages=2, zero=1, dtype="bf16",
                                              config={"gradient_accumulation_steps": 3}), id="pipeline"),
 ])

@@ -16,6 +16,7 @@ import transformers
 from autoep_models import VOCABULARY, batch, model
 from deepspeed.accelerator import get_accelerator
 from rank_pool import RankPool
+from slow import WIDE, slow_except
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers.distributed import DistributedConfig
@@ -147,6 +148,7 @@ def test_generate():
 
 
 @pytest.mark.slow
+@pytest.mark.wide
 def test_compiled_models():
     register()
     plain, compiled = (tiny("qwen3_moe", "mxfp8", num_hidden_layers=1) for _ in range(2))
@@ -238,7 +240,7 @@ def trained(how: str, experts: str, family: str) -> list[float]:
 DATA_PARALLEL = (("ddp", "qwen3_moe"), ("fsdp2", "qwen3_moe"), ("fsdp2", "gpt_oss"))
 
 
-@pytest.mark.parametrize("how, family", DATA_PARALLEL)
+@pytest.mark.parametrize("how, family", slow_except(DATA_PARALLEL, ("ddp", "qwen3_moe"), ("fsdp2", "gpt_oss")))
 def test_data_parallelism(ranks2, how, family):
     check_data_parallelism(ranks2, how, family)
 
@@ -289,7 +291,7 @@ on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="transformers woul
 
 @needs_exchange
 @on_cpu
-@pytest.mark.parametrize("family, sizes", APART, ids=str)
+@pytest.mark.parametrize("family, sizes", [APART[0], pytest.param(*APART[1], marks=WIDE), APART[2]], ids=str)
 def test_expert_parallelism(ranks2, tmp_path, family, sizes):
     check_expert_parallelism(ranks2, tmp_path, family, sizes)
 

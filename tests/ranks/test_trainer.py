@@ -119,7 +119,7 @@ def directory(tmp_path):
 @pytest.mark.parametrize("stage, adapters, dtype, ep_size", slow_except(
     [(2, None, "bf16", 2), (3, None, "fp32", 2), (3, None, "bf16", 1), (0, "attention", "fp32", 2),
      (3, "attention", "fp32", 2), (2, "experts", "fp32", 2), (3, "experts", "fp32", 2)],
-    (2, None, "bf16", 2), (3, None, "fp32", 2), (3, "attention", "fp32", 2), (2, "experts", "fp32", 2)))
+    (2, None, "bf16", 2), (3, "attention", "fp32", 2), (2, "experts", "fp32", 2)))
 def test_the_trainer(ranks2, directory, stage, adapters, dtype, ep_size):
     results = ranks2.run(by_trainer, directory, stage, adapters, dtype, ep_size)
     assert results[0] == results[1]
@@ -215,7 +215,7 @@ def by_accelerate(directory, stage, adapters, dtype, own):
 @pytest.mark.parametrize("stage, adapters, dtype, own", slow_except(
     [(1, None, "fp32", False), (2, None, "fp32", False), (3, None, "fp32", False), (1, None, "bf16", True),
      (2, None, "fp32", True), (3, None, "fp32", True), (1, "experts", "fp32", True), (3, "experts", "fp32", True)],
-    (2, None, "fp32", False), (3, None, "fp32", False), (1, None, "bf16", True), (3, None, "fp32", True)))
+    (2, None, "fp32", False), (3, None, "fp32", True)))
 def test_accelerate(ranks2, directory, stage, adapters, dtype, own):
     results = ranks2.run(by_accelerate, directory, stage, adapters, dtype, own)
     expected = results[0][0]

@@ -11,7 +11,7 @@ from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optim
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 from models import DEFAULT, Layout, Net, batch, ds_config, make_engine, mse, parameters, state, train_steps
 from rank_pool import reset_deepspeed_groups
-from slow import slow_except
+from slow import WIDE, slow_except
 from test_checkpoints import ADAM, OFFLOAD
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -99,7 +99,7 @@ def check_equal(results):
 
 
 @pytest.mark.parametrize("name", slow_except(
-    LAYOUTS, "zero1-bf16", "zero2-bf16-three-batches", "experts-on-every-rank", "buckets-smaller-than-a-weight"))
+    LAYOUTS, "zero1-bf16", "zero2-bf16-three-batches", "buckets-smaller-than-a-weight"))
 def test_trainings_are_deepspeeds_bit_for_bit(ranks2, name):
     results = ranks2.run(both, trained, LAYOUTS[name])
     check_equal(results)
@@ -248,12 +248,12 @@ def two_backward_passes(batched, layout, way):
 UNMANAGED = {**ADAM, **THREE_BATCHES, "managed_gradient_accumulation": False}
 
 
-SLOW = pytest.mark.slow
+SLOW = WIDE
 
 
 @pytest.mark.parametrize("stage, config, way", [
     (1, ADAM, each_backward), pytest.param(2, {**ADAM, **FP32_SUMS}, each_backward, marks=SLOW),
-    pytest.param(1, UNMANAGED, each_backward, marks=SLOW), (2, UNMANAGED, each_backward),
+    pytest.param(1, UNMANAGED, each_backward, marks=SLOW), pytest.param(2, UNMANAGED, each_backward, marks=SLOW),
     pytest.param(2, {**UNMANAGED, **FP32_SUMS}, each_backward, marks=SLOW), (1, ADAM, no_sync),
     pytest.param(1, ADAM, coalesced, marks=SLOW), (2, ADAM, coalesced)])
 def test_two_backward_passes_before_a_step(ranks2, stage, config, way):

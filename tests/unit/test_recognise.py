@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts by their structure: what is recognised, each reason to refuse, what is registered, and what a converted
-layer notices."""
+"""Experts by their structure: what is recognised, each reason to refuse, and what a converted layer notices."""
 
 import copy
 
@@ -17,8 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_mxfp8_moe import convert
 from ds_mxfp8_moe.compute.formula import Activation, ExpertWeights
-from ds_mxfp8_moe.layers import recognise as recognise_file
-from ds_mxfp8_moe.layers.recognise import recognise, register_expert
+from ds_mxfp8_moe.layers.recognise import recognise
 
 
 def nothing(*args):
@@ -76,9 +74,20 @@ def test_swiglu_oai(bias):
                                                                             "b.weight")
 
 
-@pytest.mark.parametrize("constants", [dict(alpha=1.7), dict(limit=10.0)])
-def test_swiglu_oai_with_other_constants_is_refused(constants):
-    assert "nearest recognised formula, gated(swiglu_oai, alpha 1.702, limit 7)" in refused(Oai(**constants))
+@pytest.mark.parametrize("constants", [dict(alpha=1.75), dict(limit=10.0), dict(alpha=1.0, limit=2.5)])
+def test_constants_are_attributes_of_the_expert(constants):
+    assert recognise(local_experts(Oai(**constants)), H).act == Activation("swiglu_oai", **{
+        "alpha": 1.702, "limit": 7.0, **constants})
+
+
+class Hidden(Oai):
+    def __init__(self):
+        super().__init__()
+        self.alpha, self.limit = torch.tensor(1.5), torch.tensor(7.0)  # which are no numbers
+
+
+def test_constants_that_cannot_be_found():
+    assert "nearest recognised formula, gated(swiglu_oai, alpha 1.702, limit 7)" in refused(Hidden())
 
 
 @pytest.mark.parametrize("gate_first", [True, False])
@@ -124,6 +133,46 @@ def test_other_experts_that_are_recognised(template):
     assert set(formula.names().values()) == {name for name, _ in template.named_parameters()}
 
 
+class Raw(nn.Module):
+    """Weights in plain parameters."""
+
+    def __init__(self, act=F.gelu):
+        super().__init__()
+        self.w13 = nn.Parameter(torch.randn(2 * FFN, H))
+        self.w2 = nn.Parameter(torch.randn(H, FFN))
+        self.b2 = nn.Parameter(torch.randn(H))
+        self.act = act
+
+    def forward(self, x):
+        gate, up = F.linear(x, self.w13).chunk(2, -1)
+        return F.linear(self.act(gate) * up, self.w2, self.b2)
+
+
+class ClampedRaw(Raw):
+    def __init__(self):
+        super().__init__()
+        self.swiglu_limit = 3
+
+    def forward(self, x):
+        gate, up = F.linear(x, self.w13).chunk(2, -1)
+        return F.linear(F.silu(gate.clamp(max=self.swiglu_limit)) * up.clamp(-3, 3), self.w2, self.b2)
+
+
+class SubclassedLinear(nn.Linear):
+    pass
+
+
+def test_weights_in_plain_parameters_and_in_classes_of_a_user():
+    experts = local_experts(Raw())
+    formula = recognise(experts, H)
+    assert (formula.kind, formula.activation, formula.packed, formula.ffn_size) == ("gated", "gelu", "gate_up", FFN)
+    assert (formula.up, formula.down, formula.up_bias, formula.down_bias) == ("w13", "w2", None, "b2")
+    assert ExpertWeights(experts, formula).current()["up"][1] is experts[1].w13
+    assert recognise(local_experts(ClampedRaw()), H).act == Activation("silu", limit=3.0)
+    own = nn.Sequential(SubclassedLinear(H, FFN), nn.ReLU(), nn.Linear(FFN, H))
+    assert recognise(local_experts(own), H).activation == "relu"
+
+
 # ---- refused ------------------------------------------------------------------------------------------------------
 
 
@@ -139,10 +188,6 @@ def test_rows_of_gate_and_up_that_take_turns():
 
 def test_no_experts():
     assert "no local experts" in refused(nn.ModuleList())
-
-
-class SubclassedLinear(nn.Linear):
-    pass
 
 
 class Normed(nn.Module):
@@ -161,20 +206,19 @@ def with_unused_parameter():
 
 
 @pytest.mark.parametrize("make, reason", [
-    (lambda: nn.Identity(), "has 0 nn.Linear modules"),
-    (lambda: nn.Sequential(*[nn.Linear(H, H) for _ in range(4)]), "has 4 nn.Linear modules (0, 1, 2, 3)"),
-    (lambda: nn.Linear(H, H), "Linear has 1 nn.Linear modules; a recognised expert has 2 or 3"),
+    (lambda: nn.Identity(), "the parameters of Identity (none) fit no recognised formula"),
+    (lambda: nn.Sequential(*[nn.Linear(H, H) for _ in range(4)]), "fit no recognised formula"),
+    (lambda: nn.Linear(H, H), f"the parameters of Linear (weight [{H}, {H}], bias [{H}]) fit no recognised formula"),
     (lambda: nn.Sequential(nn.Linear(H, FFN), nn.Linear(H, FFN)), "fit no recognised formula"),
     (lambda: nn.Sequential(nn.Linear(H, FFN), nn.Linear(FFN, FFN), nn.Linear(FFN, H)), "fit no recognised formula"),
-    (lambda: Normed(), "norm is a LayerNorm with parameters"),
-    (lambda: nn.Sequential(SubclassedLinear(H, FFN), nn.ReLU(), nn.Linear(FFN, H)), "0 is a SubclassedLinear"),
-    (lambda: nn.Sequential(nn.Linear(H, FFN), nn.PReLU(), nn.Linear(FFN, H)), "1 is a PReLU with parameters"),
+    (lambda: Normed(), f"norm.weight [{H}], norm.bias [{H}]) fit no recognised formula"),
+    (lambda: nn.Sequential(nn.Linear(H, FFN), nn.PReLU(), nn.Linear(FFN, H)), "1.weight [1]"),
     (lambda: nn.Sequential(nn.Linear(H, FFN), nn.BatchNorm1d(FFN), nn.Linear(FFN, H)), "has a buffer"),
     (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(H, FFN)), nn.ReLU(), nn.Linear(FFN, H)),
-     "0 is a ParametrizedLinear"),
+     "fit no recognised formula"),
     (lambda: mlp().double(), "is torch.float64"),
     (lambda: nn.Sequential(nn.Linear(H, FFN).bfloat16(), nn.ReLU(), nn.Linear(FFN, H)), "different dtypes"),
-    (with_unused_parameter, "gradient of 0.extra differs"),
+    (with_unused_parameter, "0.extra [3]"),
 ])
 def test_structures_refused(make, reason):
     assert reason in refused(nn.ModuleList([make()]))  # not all can be deep-copied
@@ -212,78 +256,6 @@ def test_tied_weights():
 ])
 def test_experts_unlike_each_other(other, reason):
     assert refused(nn.ModuleList([mlp(), other])).startswith(reason)
-
-
-# ---- register_expert ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def registry(monkeypatch):
-    monkeypatch.setattr(recognise_file, "_registered", {})
-
-
-class Raw(nn.Module):
-    def __init__(self, act=F.gelu):
-        super().__init__()
-        self.w13 = nn.Parameter(torch.randn(2 * FFN, H))
-        self.w2 = nn.Parameter(torch.randn(H, FFN))
-        self.b2 = nn.Parameter(torch.randn(H))
-        self.act = act
-
-    def forward(self, x):
-        gate, up = F.linear(x, self.w13).chunk(2, -1)
-        return F.linear(self.act(gate) * up, self.w2, self.b2)
-
-
-RAW = dict(kind="gated", activation="gelu", up="w13", down="w2", down_bias="b2", packed="gate_up")
-
-
-def test_registered_class(registry):
-    assert "is a Raw with parameters of its own" in refused(Raw())
-    register_expert(Raw, **RAW)
-    experts = local_experts(Raw())
-    formula = recognise(experts, H)
-    assert (formula.kind, formula.packed, formula.ffn_size, formula.down_bias) == ("gated", "gate_up", FFN, "b2")
-    assert ExpertWeights(experts, formula).current()["up"][1] is experts[1].w13
-    assert "parameters of its own" in refused(type("Derived", (Raw,), {})())  # it holds for the exact class
-
-
-class ClampedRaw(Raw):
-    def forward(self, x):
-        gate, up = F.linear(x, self.w13).chunk(2, -1)
-        return F.linear(F.silu(gate.clamp(max=3)) * up.clamp(-3, 3), self.w2, self.b2)
-
-
-def test_registered_constants(registry):
-    register_expert(ClampedRaw, **RAW | dict(activation="silu", limit=3.0))
-    assert recognise(local_experts(ClampedRaw()), H).act == Activation("silu", limit=3.0)
-    register_expert(ClampedRaw, **RAW | dict(activation="silu", limit=4.0))
-    assert "nearest recognised formula, gated(silu, limit 4)" in refused(ClampedRaw())
-    register_expert(ClampedRaw, **RAW | dict(activation="swiglu_oai"))
-    assert "nearest recognised formula, gated(swiglu_oai, alpha 1.702, limit 7)" in refused(ClampedRaw())
-
-
-@pytest.mark.parametrize("changes, reason", [
-    (dict(packed="up_gate"), "differs from the nearest recognised formula"),
-    (dict(kind="mlp", packed="none"), "is registered with down=w2 of shape (64, 192), but has (64, 96)"),
-    (dict(down_bias=None), "is registered with parameters ['w13', 'w2'], but has ['b2', 'w13', 'w2']"),
-])
-def test_lying_registration(registry, changes, reason):
-    register_expert(Raw, **(RAW | changes))
-    assert reason in refused(Raw())
-
-
-@pytest.mark.parametrize("error, changes", [
-    (ValueError, dict(kind="ffn")), (ValueError, dict(activation="tanh")), (ValueError, dict(packed="none")),
-    (ValueError, dict(gate="w1")), (ValueError, dict(down=None)), (ValueError, dict(alpha=1.702)),
-    (ValueError, dict(activation="swiglu_oai", limit=7.0)), (ValueError, dict(kind="mlp", packed="none", limit=7.0)),
-    (TypeError, dict(cls=Raw())),
-])
-def test_registration_that_makes_no_sense(registry, error, changes):
-    keys = dict(cls=Raw) | RAW | changes
-    with pytest.raises(error, match="register_expert: "):
-        register_expert(keys.pop("cls"), **keys)
-    assert not recognise_file._registered
 
 
 # ---- after conversion ---------------------------------------------------------------------------------------------
