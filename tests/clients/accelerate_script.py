@@ -8,7 +8,7 @@ import os
 
 import torch
 import transformers
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import set_seed
 
 parser = argparse.ArgumentParser()
@@ -20,6 +20,8 @@ parser.add_argument("--lora", action="store_true")
 given = parser.parse_args()
 
 set_seed(1)
+if not torch.cuda.is_available():
+    PartialState(cpu=True)  # else Accelerate takes each rank for the only one
 accelerator = Accelerator()
 tokenizer = transformers.AutoTokenizer.from_pretrained(given.model)
 model = transformers.AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.bfloat16)

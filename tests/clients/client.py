@@ -9,6 +9,7 @@ STEPS, SAVE_EVERY = 8, 4
 # The runs of a kind of training. "absent" comes before the package is installed.
 ABSENT, PLAIN, SECTION, RESUMED, LORA_PLAIN, LORA = RUNS = ("absent", "plain", "section", "resumed", "lora plain",
                                                             "lora")
+EACH_STEP, MEAN = "each step", "mean"
 WITHOUT_LORA = (ABSENT, PLAIN, SECTION, RESUMED)
 
 
@@ -44,7 +45,8 @@ class Client:
         kinds: kind of training -> its runs.
         stage: of ZeRO.
         variables: further environment variables.
-        tolerance: how far the losses with the section may be from those without, as a share.
+        compared: kind of training -> which losses with the section have to be within 1% of those without: those of
+            each step, or their mean. None: sampled completions decide them, so that the saved model's alone counts.
     """
 
     title: str
@@ -53,7 +55,7 @@ class Client:
     kinds: dict[str, tuple[str, ...]] = {"sft": RUNS}
     stage = 2
     variables: dict[str, str] = {}
-    tolerance = 0.01
+    compared: dict[str, str | None] = {}
 
     def command(self, job: Job) -> list[str]:
         """Of STEPS steps on two CPU ranks, which writes checkpoints every SAVE_EVERY steps, and the model at the end.
