@@ -183,7 +183,7 @@ def shown(command: list[str]) -> str:
 
 
 def difference(these: dict[int, float], those: dict[int, float], compared: str) -> float:
-    """The largest relative difference over the steps of `these`, or that of the mean. Infinite if a step is missing."""
+    """The largest relative difference over the steps of `these`, or that of the mean. Infinite if one is missing."""
     if not these or not {*these} <= {*those}:
         return float("inf")
     if compared == MEAN:

@@ -23,7 +23,7 @@ class TRL(Client):
     title = "TRL"
     packages = (("trl==1.16.0", "datasets"), )
     kinds = {"sft": RUNS, "dpo": RUNS, "grpo": RUNS, "reward": WITHOUT_LORA}
-    # Differences of log-probabilities of whole answers, which vary by more than 1% in bf16, too.
+    # Losses of single steps of DPO and of rewards differed by up to 12%, in both directions, and their means by 0.6%.
     compared = {"dpo": MEAN, "grpo": None, "reward": MEAN}
 
     def command(self, job: Job) -> list[str]:
