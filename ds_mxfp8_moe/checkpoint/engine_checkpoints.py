@@ -26,10 +26,10 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.overrides import TorchFunctionMode
 
 from ..layers.frozen_experts import checksums_of_frozen
-from ..layers.patches import patched, wrap
 from ..layers.say import print_on_rank_0
 from ..transport.deadline import PeerFailure, answers_of_all, deadline_for, failure_in_world, tell_peers
 from .earlier_names import folders_found, present_checkpoint
+from .loading import adapt_module, frozen_left_out, hide_mxfp8, name_broken_file, refuse_some_in_mxfp8
 from .manifest import (
     MANIFEST,
     Place,
@@ -55,15 +55,83 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be saved or loaded. Every rank raises it, with the same text."""
 
 
-def keep_checkpoints_whole(engine: DeepSpeedEngine) -> None:
-    """Applies the above to an engine, until it is destroyed. A second call changes nothing."""
-    kind = type(engine.checkpoint_engine)
-    if issubclass(kind, TorchCheckpointEngine):
-        wrap(engine, "save_checkpoint", partial(_save_checkpoint, engine), until=engine)
-    elif engine.checkpoint_engine is not None:
-        print_on_rank_0(f"mxfp8_moe: WARNING: DeepSpeed's {kind.__name__} writes checkpoints as DeepSpeed does: in "
-                        "place, and without the manifest by which damaged files are found")
-    wrap(engine, "load_checkpoint", partial(_load_checkpoint, engine), until=engine)
+class Checkpoints:
+    """How an engine saves and loads. engine/moe_engine.py calls it in place of DeepSpeed's functions (`plain`).
+
+    In ZeRO-3 without an optimizer, for evaluation, an engine has no checkpoint engine.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine):
+        self.engine = engine
+        self.loading: _Loading | None = None  # the load_checkpoint that runs now
+        hide_mxfp8(engine)
+        if type(engine.checkpoint_engine) is TorchCheckpointEngine:
+            engine.checkpoint_engine = _Files(engine._config)
+        elif engine.checkpoint_engine is not None and not isinstance(engine.checkpoint_engine, _Files):
+            print_on_rank_0(f"mxfp8_moe: WARNING: DeepSpeed's {type(engine.checkpoint_engine).__name__} writes "
+                            "checkpoints as DeepSpeed does: in place, and without the manifest by which damaged files "
+                            "are found")
+
+    def save(self, plain: Callable, *args, **kwargs) -> Any:
+        """save_checkpoint."""
+        refuse_some_in_mxfp8(self.engine)
+        given = _bound(plain, *args, **kwargs)
+        if isinstance(self.engine.checkpoint_engine, _Files) and given.arguments["save_dir"]:
+            return _save_checkpoint(self.engine, plain, given)
+        with frozen_left_out(self.engine, given.arguments):
+            return plain(*given.args, **given.kwargs)
+
+    def load(self, plain: Callable, *args, **kwargs) -> Any:
+        """load_checkpoint."""
+        given = _bound(plain, *args, **kwargs)
+        if self.engine.checkpoint_engine is None:
+            with frozen_left_out(self.engine, given.arguments):
+                return plain(*given.args, **given.kwargs)
+        self.loading = _Loading(self.engine, given.arguments)
+        try:
+            return self.loading.run(partial(plain, *given.args, **given.kwargs))
+        finally:
+            self.loading = None
+
+    def load_module(self, plain: Callable, *args, **kwargs) -> None:
+        """load_module_state_dict, which load_checkpoint calls."""
+        given = _bound(plain, *args, **kwargs)
+        if self.loading is not None:
+            return self.loading.load_module(plain, given)
+        adapt_module(self.engine, given.arguments)
+        return plain(*given.args, **given.kwargs)
+
+    def copy_scripts(self, plain: Callable, save_path: str) -> None:
+        """What save_checkpoint calls to copy scripts beside the checkpoint."""
+        written = getattr(self.engine.checkpoint_engine, "written", None)
+        plain(save_path) if written is None else written.copy_scripts(plain)
+
+
+def _bound(plain: Callable, *args, **kwargs) -> inspect.BoundArguments:
+    given = inspect.signature(plain).bind(*args, **kwargs)
+    given.apply_defaults()
+    return given
+
+
+class _Files(TorchCheckpointEngine):
+    """DeepSpeed's reader and writer of files. An error in reading names the file.
+
+    Attributes:
+        written: takes note of what is written. None: no checkpoint is being saved.
+    """
+
+    written: "_Written | None" = None
+
+    def load(self, path: str, *args, **kwargs) -> Any:
+        return name_broken_file(super().load, path, *args, **kwargs)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        plain = super().save
+        plain(state_dict, path) if self.written is None else self.written.save(plain, state_dict, path)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        plain = super().makedirs
+        plain(path, exist_ok) if self.written is None else self.written.make_folder(plain, path, exist_ok)
 
 
 def _owner(engine: DeepSpeedEngine) -> int:
@@ -100,7 +168,7 @@ class _Written:
     def make_folder(self, plain: Callable, path: str, exist_ok: bool = False) -> None:
         self.attempt(path, plain, path, exist_ok=exist_ok)
 
-    def copy_scripts(self, plain: Callable, save_path: str) -> None:
+    def copy_scripts(self, plain: Callable) -> None:
         self.attempt(self.folder, plain, str(self.folder))  # put_in_place moves them to save_path
 
     def describe(self) -> dict[str, dict[str, int]]:
@@ -121,12 +189,8 @@ def _reason(path: str | os.PathLike, error: Exception) -> str:
     return text
 
 
-def _save_checkpoint(engine: DeepSpeedEngine, plain: Callable, *args, **kwargs) -> Any:
-    given = inspect.signature(plain).bind(*args, **kwargs)
-    given.apply_defaults()
+def _save_checkpoint(engine: DeepSpeedEngine, plain: Callable, given: inspect.BoundArguments) -> Any:
     arguments = given.arguments
-    if not arguments["save_dir"]:
-        return plain(*args, **kwargs)  # raises DeepSpeed's error
     tag = f"global_step{engine.global_steps}" if arguments["tag"] is None else str(arguments["tag"])
     place, owns = Place(Path(arguments["save_dir"]), tag), engine.global_rank == _owner(engine)
     manifest = {"tag": tag, "step": engine.global_steps, "save_latest": bool(arguments["save_latest"]),
@@ -137,10 +201,8 @@ def _save_checkpoint(engine: DeepSpeedEngine, plain: Callable, *args, **kwargs) 
     try:
         if owns:  # the others wait in DeepSpeed's first barrier
             written.attempt(place.save_dir, recover, place.save_dir, remove_parts=True)
-        with (patched(engine.checkpoint_engine, "save", written.save),
-              patched(engine.checkpoint_engine, "makedirs", written.make_folder),
-              patched(engine, "_copy_recovery_script", written.copy_scripts),
-              deadline_for(dist.get_world_group(), engine.device, where)):
+        engine.checkpoint_engine.written = written
+        with frozen_left_out(engine, arguments), deadline_for(dist.get_world_group(), engine.device, where):
             result = plain(*given.args, **given.kwargs)
         mine = _owner(engine), tag, written.describe(), checksums_of_frozen(engine.module), written.failure
     except BaseException as error:
@@ -148,6 +210,8 @@ def _save_checkpoint(engine: DeepSpeedEngine, plain: Callable, *args, **kwargs) 
             tell_peers(error)
         shutil.rmtree(place.part, ignore_errors=True)
         raise
+    finally:
+        engine.checkpoint_engine.written = None
     try:  # from here on, the owner may have put the folder in place
         answers = answers_of_all(dist.get_world_group(), mine, where)
         failure = _find_disagreement(answers)
@@ -221,6 +285,35 @@ class _Loading:
         self.engine, self.arguments, self.copied = engine, arguments, False
         self.folder = Path(arguments["load_dir"])
 
+    def run(self, plain: Callable[[], Any]) -> Any:
+        """Loads a checkpoint. Collective over all ranks."""
+        try:
+            if self.engine.global_rank == _owner(self.engine):
+                recover(self.folder, remove_parts=False)
+        except Exception as error:
+            self.agree(error)
+        self.agree()  # the others read only now
+        tag = manifest = None
+        try:
+            tag, manifest = self.find()
+            if manifest is not None:
+                self.check(tag, manifest)
+        except Exception as error:
+            self.agree(error)
+        self.agree(seen=(tag, manifest and manifest["step"]))
+        try:
+            with (deadline_for(dist.get_world_group(), self.engine.device, "load_checkpoint"),
+                  frozen_left_out(self.engine, self.arguments)):
+                self.copied = self.engine.load_universal_checkpoint()
+                with folders_found(self.engine, self.folder / tag) if self.copied and tag else nullcontext():
+                    result = plain()
+        except (PeerFailure, CheckpointError):
+            raise
+        except Exception as error:
+            self.agree(error)
+        self.agree()
+        return result
+
     def find(self) -> tuple[str | None, dict | None]:
         """The tag and the manifest of the checkpoint. None: there is none."""
         tag = self.arguments["tag"]
@@ -257,26 +350,27 @@ class _Loading:
         if damage := find_damage(folder, mine):
             raise RuntimeError(f"{damage}. Load an earlier checkpoint (tag= of load_checkpoint), or copy it again")
 
-    def load_module(self, plain: Callable, checkpoint: dict, *args, **kwargs) -> None:
+    def load_module(self, plain: Callable, given: inspect.BoundArguments) -> None:
         """Loads the module's tensors. What does not fit is found before any is copied, on any rank."""
-        given = inspect.signature(plain).bind(checkpoint, *args, **kwargs).arguments
         load_optimizer = self.arguments["load_optimizer_states"] and not self.arguments["load_module_only"]
         try:
-            checkpoint = present_checkpoint(self.engine, checkpoint, load_optimizer)
+            given.arguments["checkpoint"] = present_checkpoint(self.engine, given.arguments["checkpoint"],
+                                                               load_optimizer)
+            adapt_module(self.engine, given.arguments)
         except Exception as error:
             self.agree(error)
         self.agree()
-        can_try = not (self.engine.zero_optimization_partition_weights() or given.get("custom_load_fn")
+        can_try = not (self.engine.zero_optimization_stage() == 3 or given.arguments.get("custom_load_fn")
                        or isinstance(self.engine.module, PipelineModule))
         try:
             if can_try:
                 with _DryRun():
-                    plain(checkpoint, *args, **kwargs)
+                    plain(*given.args, **given.kwargs)
         except Exception as error:
             self.agree(error)
         self.agree()
         self.copied = True
-        plain(checkpoint, *args, **kwargs)
+        plain(*given.args, **given.kwargs)
 
     def agree(self, error: Exception | None = None, seen: tuple = ()) -> None:
         """Raises CheckpointError on every rank if any rank has an error, or if what they see differs. Collective."""
@@ -295,35 +389,3 @@ class _DryRun(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return args[0] if func is torch.Tensor.copy_ else func(*args, **(kwargs or {}))
-
-
-def _load_checkpoint(engine: DeepSpeedEngine, plain: Callable, *args, **kwargs) -> Any:
-    given = inspect.signature(plain).bind(*args, **kwargs)
-    given.apply_defaults()
-    loading = _Loading(engine, given.arguments)
-    try:
-        if engine.global_rank == _owner(engine):
-            recover(loading.folder, remove_parts=False)
-    except Exception as error:
-        loading.agree(error)
-    loading.agree()  # the others read only now
-    tag = manifest = None
-    try:
-        tag, manifest = loading.find()
-        if manifest is not None:
-            loading.check(tag, manifest)
-    except Exception as error:
-        loading.agree(error)
-    loading.agree(seen=(tag, manifest and manifest["step"]))
-    try:
-        with (patched(engine, "load_module_state_dict", loading.load_module),
-              deadline_for(dist.get_world_group(), engine.device, "load_checkpoint")):
-            loading.copied = engine.load_universal_checkpoint()
-            with folders_found(engine, loading.folder / tag) if loading.copied and tag else nullcontext():
-                result = plain(*args, **kwargs)
-    except (PeerFailure, CheckpointError):
-        raise
-    except Exception as error:
-        loading.agree(error)
-    loading.agree()
-    return result

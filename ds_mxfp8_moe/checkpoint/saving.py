@@ -12,7 +12,6 @@ error that names the call that is:
     engine.save_checkpoint in ZeRO-3 with frozen experts, which DeepSpeed refuses
 """
 
-import functools
 import inspect
 import os
 import sys
@@ -65,7 +64,6 @@ def save_whole_models(engine: DeepSpeedEngine) -> None:
     if MARK in vars(engine) or not (spread or classic) or say_if_missing("saving"):
         return
     vars(engine)[MARK] = True
-    wrap(engine, "save_16bit_model", functools.partial(_save_16bit_model, engine))
     by_libraries = not say_if_missing("saving by Trainer and Accelerate")
     # An attribute of transformers itself may import what the script does not use.
     accelerate, modeling, peft = map(sys.modules.get, ("accelerate", "transformers.modeling_utils", "peft"))
@@ -78,9 +76,6 @@ def save_whole_models(engine: DeepSpeedEngine) -> None:
         vars(engine.module)[MARK] = True
     if not spread or not by_libraries:
         return
-    # What the Trainer asks an engine in ZeRO-3. DeepSpeed itself refuses it for AutoEP.
-    wrap(engine, "_zero3_consolidated_16bit_state_dict",
-         lambda plain, exclude_frozen_parameters=False: _state_dict(engine, exclude_frozen_parameters))
     if modeling:
         for name, module in engine.module.named_modules():
             saves_itself = is_peft(module) or isinstance(module, modeling.PreTrainedModel)
@@ -91,7 +86,7 @@ def save_whole_models(engine: DeepSpeedEngine) -> None:
 
 
 @tell_peers_on_error
-def _state_dict(engine: DeepSpeedEngine, exclude_frozen_parameters: bool = False) -> dict | None:
+def consolidated_state_dict(engine: DeepSpeedEngine, exclude_frozen_parameters: bool = False) -> dict | None:
     """The whole model on rank 0, None elsewhere. Collective."""
     refuse_tensor_parallelism(engine)
     if needs_peers(engine.module):
@@ -128,11 +123,12 @@ def _staged_by_all(engine: DeepSpeedEngine, call: str, directory: str | os.PathL
                 yield folder
 
 
-def _save_16bit_model(engine: DeepSpeedEngine, plain: Callable, save_dir: str | os.PathLike,
-                      save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False) -> bool:
+def save_16bit_model(engine: DeepSpeedEngine, save_dir: str | os.PathLike, save_filename: str = "pytorch_model.bin",
+                     exclude_frozen_parameters: bool = False) -> bool:
+    """engine.save_16bit_model, with the experts of all ranks. Collective."""
     _refuse_adapters(engine, "save_16bit_model")
     with _staged_by_all(engine, "save_16bit_model", save_dir) as folder:
-        state = _state_dict(engine, exclude_frozen_parameters)
+        state = consolidated_state_dict(engine, exclude_frozen_parameters)
         if state is not None:
             engine.checkpoint_engine.save(state, os.path.join(folder, save_filename))
     return True
@@ -140,7 +136,7 @@ def _save_16bit_model(engine: DeepSpeedEngine, plain: Callable, save_dir: str | 
 
 def _get_state_dict(plain: Callable, accelerator: Any, model: torch.nn.Module, *args, **kwargs) -> dict | None:
     if isinstance(model, DeepSpeedEngine) and MARK in vars(model):
-        return _state_dict(model)
+        return consolidated_state_dict(model)
     if MARK in vars(model):
         raise RuntimeError(f"this {type(model).__name__} holds one rank's experts: pass the model that "
                            "accelerator.prepare returned, on every rank, to get those of all ranks")

@@ -8,7 +8,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from ..checkpoint.loading import hook_checkpoints
+from ..checkpoint.engine_checkpoints import Checkpoints
 from ..checkpoint.saving import save_whole_models
 from ..compute.executor import unknown_launcher
 from ..config import SECTION, ConfigError, MXFP8MoEConfig, name_of, parse
@@ -22,6 +22,7 @@ from ..transport.deadline import answers_of_all
 from .advice import about_enabled, about_expert_parallel, about_keys, about_router_keys, about_speed
 from .convert import ConversionReport, LayerReport, convert_layers
 from .hooks import engine_of, hook_engine, model_of
+from .moe_engine import MoEEngine, make_moe_engine
 from .self_check import check, kinds_of, line_about, worst
 
 
@@ -39,6 +40,8 @@ def attach(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> ConversionReport:
         RuntimeError: ranks run different code, raised on every rank. Or another rank could not convert its layers.
     """
     report = _converted(engine, config)
+    if config.enabled or converted_layers(engine.module):
+        make_moe_engine(engine)
     if config.enabled:
         report = _checked(engine, config, report)
         print_on_rank_0(report)
@@ -59,10 +62,11 @@ def attach(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> ConversionReport:
         build_executor(engine.module)
         save_whole_models(engine)
         if not say_if_missing("loading"):
-            hook_checkpoints(engine)
+            engine._mxfp8_checkpoints = Checkpoints(engine)
     else:
         _print_advice(about_enabled(config))
-    hook_engine(engine, config, report.converted)
+    if isinstance(engine, MoEEngine):
+        hook_engine(engine, config, report.converted)
     return report
 
 

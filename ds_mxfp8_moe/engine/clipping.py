@@ -22,26 +22,30 @@ from ..transport.deadline import deadline_for
 
 
 def clip_by_whole_norm(engine: DeepSpeedEngine) -> None:
-    """Applies the above to an engine with MoE layers. A second call changes nothing.
-
-    Engines whose ranks share layers by tensor or pipeline parallelism clip as before.
-    """
-    if engine.zero_optimization() or not engine.has_moe_layers or engine.mpu is not None or say_if_missing("clipping"):
+    """Applies the above to an engine in 16 bits, and says if it does not work. A second call changes nothing."""
+    if not needs_whole_norm(engine) or say_if_missing("clipping"):
         return
-
-    def clip_fp32(plain: Callable) -> None:
-        params = [p for p in engine.module.parameters() if p.grad is not None]
-        dense = get_total_norm([p.grad for p in params if not is_moe_param(p)])
-        clip_grads_with_norm_(params, engine.gradient_clipping(), dense.hypot(norm_of_experts(engine.module)))
 
     def clip_16_bits(plain: Callable, total_norm: torch.Tensor | float, *args, **kwargs) -> float:
         experts = norm_of_experts(engine.module)
         engine.optimizer._global_grad_norm = experts.hypot(torch.as_tensor(total_norm).to(experts))
         return plain(engine.optimizer._global_grad_norm, *args, **kwargs)
 
-    wrap(engine, "clip_fp32_gradients", clip_fp32, until=engine)
     if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
         wrap(engine.optimizer, "unscale_and_clip_grads", clip_16_bits, until=engine)
+
+
+def needs_whole_norm(engine: DeepSpeedEngine) -> bool:
+    """Whether DeepSpeed's own norm would be another. Engines whose ranks share layers by tensor or pipeline
+    parallelism clip as before."""
+    return not engine.zero_optimization() and engine.has_moe_layers and engine.mpu is None
+
+
+def clip_whole_model(engine: DeepSpeedEngine) -> None:
+    """Clips the gradients of an engine in fp32."""
+    params = [p for p in engine.module.parameters() if p.grad is not None]
+    dense = get_total_norm([p.grad for p in params if not is_moe_param(p)])
+    clip_grads_with_norm_(params, engine.gradient_clipping(), dense.hypot(norm_of_experts(engine.module)))
 
 
 def norm_of_experts(model: torch.nn.Module) -> torch.Tensor:

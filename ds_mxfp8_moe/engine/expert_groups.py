@@ -10,11 +10,9 @@ Beside an optimizer in the config, DeepSpeed splits the groups of `model_paramet
 Where experts alone are trained, the group of all else is empty or frozen. ZeRO-1 and 2 take no such group.
 
 All experts may be frozen, as with LoRA, and an engine may have no optimizer, if its model is a reference for another.
-Then no group is one of experts, which is an error in DeepSpeed.
+Then no group is one of experts, which is an error in DeepSpeed, unless it does not see the MoE layers.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -25,35 +23,9 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
 from ..layers.found import trains_experts
-from ..layers.patches import lent, patched
 
 NUMBER = "number"  # key of the twin's groups, since ZeRO steps them one at a time
 OWN_KEYS = ("params", "name", "moe", NUMBER)
-
-
-@contextmanager
-def any_groups_allowed() -> Iterator[None]:
-    """Engines made inside the context take parameter groups without names beside an optimizer in the config.
-
-    With ZeRO-1 or 2 they take optimizers without groups of experts. If all experts are frozen, or there is no
-    optimizer, they are made as if the model had no MoE layers.
-    """
-
-    def configure(plain, self, optimizer, parameters):
-        if optimizer is None and self.has_moe_layers:
-            parameters = split_groups(named_groups(parameters), self.zero_optimization_stage())
-        optimizer = split_experts(self, optimizer)
-        needed = self.zero_optimization_stage() not in (1, 2) or trains_experts(self)
-        with lent(self, "has_moe_layers", self.has_moe_layers and needed):
-            return plain(self, optimizer, parameters)
-
-    def configure_bf16(plain, self, optimizer):
-        with lent(self, "has_moe_layers", self.has_moe_layers and optimizer is not None):
-            return plain(self, optimizer)
-
-    with patched(DeepSpeedEngine, "_configure_optimizer", configure), \
-            patched(DeepSpeedEngine, "_configure_bf16_optimizer", configure_bf16):
-        yield
 
 
 def named_groups(parameters: list) -> list:

@@ -17,7 +17,6 @@ memory allows it. With true, those of every module whose class is called Attenti
 
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -51,7 +50,6 @@ def graph_attention(engine: DeepSpeedEngine, config: MXFP8MoEConfig, converted: 
             print_on_rank_0(f'mxfp8_moe: "graph_attention" has no effect: {obstacle}')
         return
     engine._mxfp8_graphs = AttentionGraphs(asked)
-    wrap(engine, "destroy", partial(_destroy, engine), until=engine)
     for module in attentions:
         _GRAPHS[module] = weakref.ref(engine._mxfp8_graphs)
         wrap(type(module), "forward", _attend, until=engine)
@@ -71,11 +69,6 @@ def _obstacle(engine: DeepSpeedEngine, attentions: list[nn.Module]) -> str | Non
 
 def has_graphs() -> bool:
     return get_accelerator().device_name() == "cuda"
-
-
-def _destroy(engine: DeepSpeedEngine, plain: Callable) -> None:
-    engine._mxfp8_graphs = None
-    plain()
 
 
 def _attend(plain: Callable, module: nn.Module, *args, **kwargs) -> Any:

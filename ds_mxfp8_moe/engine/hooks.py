@@ -11,15 +11,13 @@ from ..layers.classic import MXFP8MOELayer
 from ..layers.experts import expert_blocks
 from ..layers.found import converted_layers
 from ..layers.patches import wrap
-from ..layers.routes import routes_of
 from ..layers.say import print_on_rank_0, say_if_missing
-from ..transport.deadline import tell_peers_on_error
-from ..transport.peer_memory import PeerMemory
 from . import balance
 from .clipping import clip_by_whole_norm
 from .graphs import graph_attention
 from .keeping import keep_quantized_weights
 from .metrics import Metrics
+from .moe_engine import MoEEngine
 from .not_finite import FirstNotFinite
 
 
@@ -42,7 +40,7 @@ def remember_engine(engine: DeepSpeedEngine) -> None:
     vars(engine.module)["_mxfp8_engine"] = weakref.ref(engine)
 
 
-def hook_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig, converted: int) -> None:
+def hook_engine(engine: MoEEngine, config: MXFP8MoEConfig, converted: int) -> None:
     """Applies all of the following to an engine, as its layers' config asks for it. A second call replaces the first.
 
     Args:
@@ -61,60 +59,31 @@ def hook_engine(engine: DeepSpeedEngine, config: MXFP8MoEConfig, converted: int)
     graph_attention(engine, config, converted)
 
 
-def hook_steps(engine: DeepSpeedEngine) -> None:
-    """Gives the engine work around each step of its optimizer. A second call changes nothing.
+def hook_steps(engine: MoEEngine) -> None:
+    """Lets the engine work around each step of its optimizer. A second call changes nothing.
 
-    Before the step, the engine raises the errors of exchanges that the host did not wait for. After it, the engine
-    moves the biases of experts and writes metrics, as the latest `balance_loads` and `write_metrics` decided. After
-    the first step it decides whether to keep quantised weights. Routes that recomputations needed are forgotten. After
-    a skipped step it looks for the first NaN.
+    After the step, the engine moves the biases of experts and writes metrics, as the latest `balance_loads` and
+    `write_metrics` decided. After the first step it decides whether to keep quantised weights. After a skipped step it
+    looks for the first NaN.
     """
-    if say_if_missing("steps"):
-        return
-    first_not_finite = FirstNotFinite(engine)
-
-    def step(plain, *args, **kwargs):
-        PeerMemory.wait_and_check_all()
-        result = plain(*args, **kwargs)
-        if engine._mxfp8_first_step is not None:
-            engine._mxfp8_first_step.after_step()
-        if engine._mxfp8_balancer is not None:
-            engine._mxfp8_balancer.after_step()
-        if engine._mxfp8_metrics is not None:
-            engine._mxfp8_metrics.after_step()
-        if engine._mxfp8_graphs is not None:
-            engine._mxfp8_graphs.after_step()
-        if (routes := routes_of(engine.module)) is not None:
-            routes.forget()
-        first_not_finite.after_step()
-        return result
-
-    wrap(engine, "_take_model_step", step, until=engine)
+    if not engine._mxfp8_steps and not say_if_missing("steps"):
+        engine._mxfp8_steps, engine._mxfp8_first_not_finite = True, FirstNotFinite(engine)
 
 
-def spare_the_host(engine: DeepSpeedEngine) -> None:
+def spare_the_host(engine: MoEEngine) -> None:
     """Keeps the host ahead of the device, which runs dry otherwise. A second call changes nothing.
 
     DeepSpeed's throughput timer makes the host wait for the device at the end of each micro-batch. It reads the host's
-    clock instead, unless the config says "synchronized" under "timers". And backward runs in the thread that calls
-    engine.backward, where autograd would hand it to a thread of its own and wait for that. Peers are told if it
-    raises an error, as the model's own code may.
+    clock instead, unless the config says "synchronized" under "timers".
     """
     if say_if_missing("sparing the host"):
         return
-    timer = engine.tput_timer.config
-    if "synchronized" not in timer.model_fields_set:
-        timer.synchronized = False
-
-    @tell_peers_on_error
-    def backward(plain, *args, **kwargs):
-        with torch.autograd.set_multithreading_enabled(False):
-            return plain(*args, **kwargs)
-
-    wrap(engine, "backward", backward, until=engine)
+    timers = engine._config.timers_config
+    if "synchronized" not in timers.model_fields_set:
+        timers.synchronized = False
 
 
-def end_generation_together(engine: DeepSpeedEngine) -> None:
+def end_generation_together(engine: MoEEngine) -> None:
     """Lets transformers' generate() go on, on every rank, until all ranks have ended: each needs the others' experts.
 
     transformers does so by itself in ZeRO-3 alone. A second call changes nothing.
@@ -128,7 +97,7 @@ def end_generation_together(engine: DeepSpeedEngine) -> None:
             wrap(module, "generate", generate, until=engine)
 
 
-def batch_gradients(engine: DeepSpeedEngine, config: MXFP8MoEConfig, converted: int) -> None:
+def batch_gradients(engine: MoEEngine, config: MXFP8MoEConfig, converted: int) -> None:
     """Applies the key of that name to an engine with converted layers, and takes it back from others."""
     if say_if_missing("batch_gradients"):
         return
@@ -142,14 +111,14 @@ def batch_gradients(engine: DeepSpeedEngine, config: MXFP8MoEConfig, converted: 
         print_on_rank_0(f"mxfp8_moe: DeepSpeed handles each parameter's gradient by itself: {obstacle}")
 
 
-def balance_loads(engine: DeepSpeedEngine) -> None:
+def balance_loads(engine: MoEEngine) -> None:
     """Lets the engine move the biases of experts after each step, if its layers' config asks for it."""
     coeffs = {layer: layer.mxfp8_settings.config.load_balance_coeff for layer in converted_layers(engine.module)}
     if others := [layer.mxfp8_settings.name for layer, coeff in coeffs.items()
                   if coeff is not None and isinstance(layer, MXFP8MOELayer)]:
         print_on_rank_0(f'mxfp8_moe: "load_balance_coeff" has no effect on classic layers, such as {others[0]}')
     layers = [block for _, block in expert_blocks(engine.module) if coeffs.get(block.experts) is not None]
-    if getattr(engine, "_mxfp8_balancer", None) is not None:
+    if engine._mxfp8_balancer is not None:
         engine._mxfp8_balancer.close()
     if replaced := [layer.experts.mxfp8_settings.name for layer in layers
                     if "forward" in vars(layer) and not balance.corrects(layer)]:
@@ -162,7 +131,7 @@ def balance_loads(engine: DeepSpeedEngine) -> None:
                         "transformers has no place for them in this model")
 
 
-def write_metrics(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
+def write_metrics(engine: MoEEngine, config: MXFP8MoEConfig) -> None:
     """Lets the engine write metrics of its layers, if their config asks for it.
 
     `config`: asks for them on ranks without converted layers. Stages of a pipeline write metrics together.

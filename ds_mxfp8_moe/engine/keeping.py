@@ -7,8 +7,8 @@ that MXFP8 is faster than bf16 with fewer tokens.
 """
 
 import math
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import deepspeed.comm as dist
@@ -21,7 +21,6 @@ from ..config import MXFP8MoEConfig
 from ..ffn.kept_weights import KeptWeights
 from ..layers.found import converted_layers
 from ..layers.frozen_experts import frozen_of
-from ..layers.patches import wrap
 from ..layers.say import print_on_rank_0, say_if_missing
 from ..transport.deadline import answers_of_all
 
@@ -38,9 +37,7 @@ def keep_quantized_weights(engine: DeepSpeedEngine, config: MXFP8MoEConfig, conv
         config: the section, which may be disabled. It counts on ranks without converted layers, as in a pipeline.
         converted: the number of layers that were converted on any rank.
     """
-    if first := getattr(engine, "_mxfp8_first_step", None):  # of an earlier conversion, which made no step
-        first.end()
-    engine._mxfp8_keeping, engine._mxfp8_first_step = [], None
+    stop_keeping(engine)
     layers = converted_layers(engine.module)
     asked = (layers[0].mxfp8_settings.config if layers else config).keep_quantized_weights
     if asked is False or not (layers or config.enabled and converted):
@@ -59,7 +56,9 @@ def keep_quantized_weights(engine: DeepSpeedEngine, config: MXFP8MoEConfig, conv
         _keep(engine, layers)
     else:
         engine._mxfp8_first_step = _FirstStep(engine, layers)
-    _hook(engine)
+    if isinstance(engine.basic_optimizer, torch.optim.Optimizer):  # whose step somebody may call by himself
+        engine._mxfp8_step_hook = engine.basic_optimizer.register_step_post_hook(
+            lambda *_: _clear(engine, of_frozen=False))
 
 
 def _obstacle(engine: DeepSpeedEngine) -> str | None:
@@ -151,29 +150,28 @@ def free_bytes() -> int:
     return total - of_others - device.max_memory_allocated()
 
 
-def _hook(engine: DeepSpeedEngine) -> None:
+@contextmanager
+def weights_change(engine: DeepSpeedEngine, of_frozen: bool = False) -> Iterator[None]:
+    """Around all that changes an engine's weights: layers quantise them again. `of_frozen`: of frozen experts, too."""
+    _clear(engine, of_frozen)
+    try:
+        yield
+    finally:
+        _clear(engine, of_frozen)
 
-    def clear(frozen: bool) -> None:
-        for layer in engine._mxfp8_keeping:
-            if "mxfp8_kept" in vars(layer) and (frozen or not _frozen(layer)):  # another conversion removes it
-                layer.mxfp8_kept.clear()
 
-    def change(frozen: bool, plain: Callable, *args, **kwargs) -> Any:
-        clear(frozen)
-        try:
-            return plain(*args, **kwargs)
-        finally:
-            clear(frozen)
+def _clear(engine: DeepSpeedEngine, of_frozen: bool) -> None:
+    for layer in engine._mxfp8_keeping:
+        if "mxfp8_kept" in vars(layer) and (of_frozen or not _frozen(layer)):  # another conversion removes it
+            layer.mxfp8_kept.clear()
 
-    def stop(plain: Callable) -> None:
-        if engine._mxfp8_first_step is not None:
-            engine._mxfp8_first_step.end()
-        for layer in engine._mxfp8_keeping:
-            vars(layer).pop("mxfp8_kept", None)
-        plain()
 
-    for owner, method, frozen in ((engine, "_take_model_step", False), (engine.optimizer, "step", False),
-                                  (engine, "load_checkpoint", True), (engine, "offload_states", True),
-                                  (engine.optimizer, "load_state_dict", True)):
-        wrap(owner, method, partial(change, frozen), until=engine)
-    wrap(engine, "destroy", stop, until=engine)
+def stop_keeping(engine: DeepSpeedEngine) -> None:
+    """From now on, the engine's layers keep nothing."""
+    if engine._mxfp8_first_step is not None:  # no step was made
+        engine._mxfp8_first_step.end()
+    for layer in engine._mxfp8_keeping:
+        vars(layer).pop("mxfp8_kept", None)
+    if engine._mxfp8_step_hook is not None:
+        engine._mxfp8_step_hook.remove()
+    engine._mxfp8_keeping, engine._mxfp8_step_hook = [], None

@@ -144,7 +144,7 @@ def _prepared(engine: torch.nn.Module, name: str) -> tuple[list[MXFP8Experts], l
         failure = failure_in_world(failure, CHECK)
     if failure:
         raise RuntimeError(f"{name}: {failure}")
-    if not hasattr(engine_of(engine), "_mxfp8_metrics") or missing("steps"):  # nothing tells of steps
+    if not getattr(engine_of(engine), "_mxfp8_steps", False):  # nothing tells of steps
         state.forget()
     for index, block in enumerate(of_moe.values()):
         block.mxfp8_chooses = True

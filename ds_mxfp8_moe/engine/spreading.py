@@ -2,7 +2,7 @@
 """Spreads a model's stacked experts over expert-parallel ranks while DeepSpeed makes its engine.
 
 DeepSpeed makes the process groups, asks its class AutoEP which MoE blocks there are, and lets it replace them. Inside
-`experts_spread`, `_Spreading` stands for that class. It replaces a block's experts and leaves the block.
+`spread_experts`, `_Spreading` stands for that class. It replaces a block's experts and leaves the block.
 
 A block's experts are trained, in the model's dtype, or frozen and held in MXFP8 alone (the key "frozen_experts"). The
 weights of frozen experts go to the device one expert after the other and are quantised there, and the block's own are
@@ -12,7 +12,6 @@ partitioned the parameters, a layer is gathered at once.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -34,10 +33,9 @@ from ..layers.adapters import check_adapters, register_factors, take_wrappers, u
 from ..layers.experts import expert_blocks, spread
 from ..layers.frozen_experts import WEIGHTS, free, wants_mxfp8
 from ..layers.held_experts import HeldExperts
-from ..layers.patches import lent, patched
+from ..layers.patches import lent
 from ..layers.say import print_on_rank_0
 from ..layers.stacked import DOWN, Layout, is_stacked, shape_of
-from ..transport.agreement import compare_starts
 from ..transport.deadline import failure_in_world
 from .convert import alike, shared_parameters
 
@@ -61,42 +59,30 @@ class Found:
     num_limited_groups: int | None = None
 
 
-@contextmanager
-def experts_spread(config: MXFP8MoEConfig) -> Iterator[None]:
-    """Inside the context, engines with the section "expert_parallel" spread stacked experts as MXFP8Experts.
-
-    Where the section "mxfp8_moe" is off, they only compare it with the other ranks', which would wait for this rank.
+def spread_experts(engine: DeepSpeedEngine, config: MXFP8MoEConfig, plain: Callable, model: nn.Module, *args,
+                   **kwargs) -> Any:
+    """`plain` is the engine's own call of AutoEP. With it, stacked experts are spread as MXFP8Experts.
 
     Raises:
-        ConfigError: inside the context, if sections differ between ranks, the model is in another engine, or its
-            experts cannot be spread.
-        RuntimeError: inside the context, on every rank, if one of them cannot hold the experts of a layer.
+        ConfigError: the model is in another engine, or its experts cannot be spread.
+        RuntimeError: on every rank, if one of them cannot hold the experts of a layer.
     """
-
-    def configure(plain: Callable, engine: DeepSpeedEngine, model: nn.Module, *args, **kwargs) -> Any:
+    if any(expert_blocks(model)):
+        raise ConfigError("the model is in an engine already, which has spread its experts over the ranks. Make a new "
+                          "model, or go on with the first engine")
+    if engine.autotp_size() > 1 or not any(map(is_stacked, model.modules())):
+        return plain(model, *args, **kwargs)
+    if engine.local_rank >= 0:  # as DeepSpeed does later in the start
+        get_accelerator().set_device(engine.local_rank)
+    spreading = _Spreading(engine, config)
+    with lent(auto_ep, "AutoEP", spreading.of):
+        sources = plain(model, *args, **kwargs)
+    spreading.end()
+    if left := [name for name, one in model.named_modules() if isinstance(one, HeldExperts) and not one.original]:
         asked = engine._config._param_dict.get("expert_parallel")
-        if isinstance(asked, dict) and asked.get("enabled"):
-            compare_starts(config.model_dump_json())
-        if not config.enabled:
-            return plain(engine, model, *args, **kwargs)
-        if any(expert_blocks(model)):
-            raise ConfigError("the model is in an engine already, which has spread its experts over the ranks. Make a "
-                              "new model, or go on with the first engine")
-        if engine.autotp_size() > 1 or not any(map(is_stacked, model.modules())):
-            return plain(engine, model, *args, **kwargs)
-        if engine.local_rank >= 0:  # as DeepSpeed does later in the start
-            get_accelerator().set_device(engine.local_rank)
-        spreading = _Spreading(engine, config)
-        with lent(auto_ep, "AutoEP", spreading.of):
-            sources = plain(engine, model, *args, **kwargs)
-        spreading.end()
-        if left := [name for name, one in model.named_modules() if isinstance(one, HeldExperts) and not one.original]:
-            raise ConfigError(f"{left[0]} is held in MXFP8 alone, and is not spread over the ranks: the section "
-                              f'"expert_parallel" is {asked or "missing"}. Write the one that from_pretrained got')
-        return sources
-
-    with patched(DeepSpeedEngine, "_configure_expert_parallel", configure):
-        yield
+        raise ConfigError(f"{left[0]} is held in MXFP8 alone, and is not spread over the ranks: the section "
+                          f'"expert_parallel" is {asked or "missing"}. Write the one that from_pretrained got')
+    return sources
 
 
 class _Spreading:

@@ -25,10 +25,11 @@ from ..layers.found import converted_layers
 from ..layers.held_experts import holds_experts, quantised_experts
 from ..layers.patches import wrap
 from ..layers.say import print_on_rank_0, say_if_missing
+from ..ops.private_names import missing
+from ..transport.agreement import compare_starts
 from .attach import attach
-from .expert_groups import any_groups_allowed
 from .hooks import remember_engine
-from .spreading import experts_spread
+from .moe_engine import make_moe_engine
 
 # Whether `initialize` or `enable` reads the config of the engine that is being made.
 _READ = ContextVar("read", default=False)
@@ -80,21 +81,18 @@ def _unwrap(given: dict, config: MXFP8MoEConfig) -> Any:
 
 @contextmanager
 def _preparing(config: MXFP8MoEConfig, model: torch.nn.Module | None) -> Iterator[None]:
-    """Patches DeepSpeed while it builds the engine: experts, optimizer groups."""
+    """While DeepSpeed makes an engine, its config is read, and experts are as the engine can take them."""
     before = _READ.set(True)
     try:
         with ExitStack() as stack:
-            contexts = {"stacked experts": experts_spread(config)}  # without the section, too: ranks compare theirs
             if config.enabled:
                 _refuse_empty(model)
-                contexts |= {"FP8 experts": quantised_experts(model), "own optimizer": any_groups_allowed()}
                 logger.addFilter(_is_news)
                 stack.callback(logger.removeFilter, _is_news)
+                if not say_if_missing("FP8 experts"):
+                    stack.enter_context(quantised_experts(model))
             elif holds_experts(model):
                 raise ConfigError('the model\'s experts are held in MXFP8 alone: write "mxfp8_moe": {"enabled": true}')
-            for feature, context in contexts.items():
-                if not say_if_missing(feature):
-                    stack.enter_context(context)
             yield
     finally:
         _READ.reset(before)
@@ -148,8 +146,10 @@ def _reading_the_section(plain: Callable, engine: DeepSpeedEngine, *args, **kwar
 
 
 def _reminding(plain: Callable, engine: DeepSpeedEngine, *args, **kwargs) -> None:
-    """The engine's plain start. Then `convert` finds the engine of its model. If nobody has read the section, the
-    first forward warns, or the start's own error ends with the warning."""
+    """The engine's start. Then `convert` finds the engine of its model. If nobody has read the section, the first
+    forward warns, or the start's own error ends with the warning."""
+    if _READ.get():
+        _become(engine, _config_of(inspect.signature(plain).bind(engine, *args, **kwargs).arguments))
     try:
         plain(engine, *args, **kwargs)
     except Exception as error:
@@ -160,6 +160,16 @@ def _reminding(plain: Callable, engine: DeepSpeedEngine, *args, **kwargs) -> Non
     remember_engine(engine)
     if _switched_on(engine._config._param_dict):
         engine._mxfp8_moe_reminder = engine.module.register_forward_pre_hook(lambda module, inputs: _remind(engine))
+
+
+def _become(engine: DeepSpeedEngine, given: Any) -> None:
+    """Before its start, an engine becomes a MoEEngine, if its config has the section enabled. Where that is off, the
+    engine only compares it with the other ranks', which would wait for this rank."""
+    config, experts = parse(given), given.get("expert_parallel") if isinstance(given, dict) else None
+    if isinstance(experts, dict) and experts.get("enabled") and missing("stacked experts") is None:
+        compare_starts(config.model_dump_json())
+    if config.enabled:
+        make_moe_engine(engine)
 
 
 def _switched_on(config: Any) -> bool:

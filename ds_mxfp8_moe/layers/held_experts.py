@@ -15,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
 from ..compute.block_fp8 import Rounding, above, from_block_fp8, from_mxfp4
@@ -24,7 +23,6 @@ from ..compute.mx import TILE, MXTensor
 from ..config import ConfigError
 from ..ffn.frozen_weights import FrozenWeights
 from ..ops.private_names import missing
-from .patches import patched
 from .say import print_on_rank_0
 from .stacked import DOWN, Layout
 
@@ -190,8 +188,7 @@ def holds_experts(model: Any) -> bool:
 def quantised_experts(model: Any) -> Iterator[None]:
     """Inside the context, HeldExperts stand for the experts that transformers holds in FP8 or in MXFP4.
 
-    Those that no engine spreads come back. If the engine casts its parameters, the scales of the model's other
-    FP8 layers stay float32.
+    Those that no engine spreads come back.
     """
     if not isinstance(model, nn.Module) or missing("stacked experts"):  # without which NaN would be trained
         yield
@@ -201,8 +198,7 @@ def quantised_experts(model: Any) -> Iterator[None]:
         if (held := _stand_in(child, model, rounding)) is not None:
             setattr(parent, name, held)
     try:
-        with patched(DeepSpeedEngine, "_cast_module_mixed_precision", _keep_scales):
-            yield
+        yield
     finally:
         for parent, name, child in _children(model):
             if isinstance(child, HeldExperts) and child.original:
@@ -214,11 +210,12 @@ def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
     return [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
 
 
-def _keep_scales(plain: Callable, engine: DeepSpeedEngine, *args, **kwargs) -> None:
-    """The engine's cast of its parameters. Scales of FP8 layers keep their dtype: in bf16 they would be others."""
-    kept = [(p, p.data) for module in engine.module.modules() if _is(module, "finegrained_fp8", "FP8Linear")
+@contextmanager
+def scales_kept(model: nn.Module) -> Iterator[None]:
+    """Around a cast of parameters: scales of FP8 layers keep their dtype. In bf16 they would be other numbers."""
+    kept = [(p, p.data) for module in model.modules() if _is(module, "finegrained_fp8", "FP8Linear")
             for p in (module.weight_scale_inv, module.activation_scale) if p is not None]
-    plain(engine, *args, **kwargs)
+    yield
     for parameter, data in kept:
         parameter.data = data
 

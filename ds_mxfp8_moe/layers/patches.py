@@ -3,11 +3,11 @@
 
     with patched(DeepSpeedEngine, "destroy", ours):       # for a time
         ...
-    wrap(engine, "load_checkpoint", ours, until=engine)   # once, until engine.destroy()
+    wrap(model, "generate", ours, until=engine)           # once, until undo_wraps(engine)
 
 `ours` gets the plain function, followed by the arguments of the call. A wrapped function is marked with the names of
 the functions that wrap it. A second wrap by the same function changes nothing. What several engines wrap, such as a
-method of a class, stays wrapped until all of them are destroyed.
+method of a class, stays wrapped until this was called for all of them.
 """
 
 import functools
@@ -43,13 +43,10 @@ def patched(owner: Any, name: str, ours: Callable) -> Iterator[None]:
 def wrap(owner: Any, name: str, ours: Callable, until: Any = None) -> bool:
     """From now on, a call of `owner.name` is a call of `ours(plain, ...)`. A second wrap by `ours` changes nothing.
 
-    `until`: the engine whose `destroy` takes the wrap back, unless somebody else has wrapped the function since, or
-    another engine needs it. None: it stays as long as its owner. Returns whether the function was not wrapped by
-    `ours` yet.
+    `until`: the engine for which `undo_wraps` takes the wrap back, unless somebody else has wrapped the function
+    since, or another engine needs it. None: it stays as long as its owner. Returns whether the function was not
+    wrapped by `ours` yet.
     """
-    if until is not None and _UNDO not in vars(until):
-        vars(until)[_UNDO] = []
-        wrap(until, "destroy", functools.partial(_destroy, until), until)
     plain = getattr(owner, name)
     new = _name(ours) not in getattr(plain, _WRAPPED_BY, ())
     if new:
@@ -59,12 +56,18 @@ def wrap(owner: Any, name: str, ours: Callable, until: Any = None) -> bool:
             setattr(getattr(wrapped, "__func__", wrapped), _UNTIL, _Until(owner, name, wrapped, restore))
     if until is not None and (end := getattr(getattr(owner, name), _UNTIL, None)) is not None:
         end.engines.add(until)
-        vars(until)[_UNDO].append(functools.partial(end, until))
+        vars(until).setdefault(_UNDO, []).append(functools.partial(end, until))
     return new
 
 
+def undo_wraps(engine: Any) -> None:
+    """Takes back what is wrapped until the end of this engine."""
+    for undo in reversed(vars(engine).pop(_UNDO, ())):
+        undo()
+
+
 class _Until:
-    """Called with an engine that is destroyed, it takes a wrap back if no other engine needs it."""
+    """Called with an engine that ends, it takes a wrap back if no other engine needs it."""
 
     def __init__(self, owner: Any, name: str, wrapped: Callable, restore: Callable[[], None]):
         self._owner, self._name, self._wrapped, self._restore = owner, name, wrapped, restore
@@ -74,14 +77,6 @@ class _Until:
         self.engines.discard(engine)
         if not self.engines and vars(self._owner).get(self._name) is self._wrapped:
             self._restore()
-
-
-def _destroy(engine: Any, plain: Callable) -> None:
-    try:
-        plain()
-    finally:
-        for undo in reversed(vars(engine).pop(_UNDO, ())):
-            undo()
 
 
 def _restoring(owner: Any, name: str) -> Callable[[], None]:

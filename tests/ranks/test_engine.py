@@ -24,7 +24,10 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from slow import slow_except
 
 import ds_mxfp8_moe
+from ds_mxfp8_moe.checkpoint.saving import MARK
+from ds_mxfp8_moe.engine.moe_engine import MoEEngine
 from ds_mxfp8_moe.layers.classic import MXFP8MOELayer
+from ds_mxfp8_moe.layers.found import converted_layers
 from ds_mxfp8_moe.transport.deadline import answers_of_all
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
 
@@ -82,7 +85,7 @@ def given(how, directory, initialize):
                       "config_params": ("config_params", config)}[how]
         result = initialize(model=net, training_data=Numbers(), **{key: value})
     engine, optimizer, loader, scheduler = result
-    return (type(result) is tuple, type(engine) is DeepSpeedEngine, optimizer is engine.optimizer,
+    return (type(result) is tuple, isinstance(engine, DeepSpeedEngine), optimizer is engine.optimizer,
             loader is engine.training_dataloader and len(loader) == 2, scheduler is None, converted(engine),
             our_hooks(engine))
 
@@ -159,28 +162,28 @@ def test_the_host_neither_waits_for_the_device_nor_changes_threads(ranks2, secti
     assert ranks2.run(waits_and_threads, section, timers) == [(waits, {threads})] * 2
 
 
-def left_after_destroy(front, stage) -> tuple[list[str], list[str]]:
-    """The functions of ours on an engine and its parts, before and after `destroy`."""
-    section = {"enabled": True, "keep_quantized_weights": True}
-    engine = made_by(front, section, stage=stage)
-    parts = {"engine": engine, "optimizer": engine.optimizer, "checkpoints": engine.checkpoint_engine}
-
-    def ours() -> list[str]:
-        return sorted(f"{part}.{name}" for part, owner in parts.items() for name, value in vars(owner).items()
-                      if hasattr(value, "mxfp8_moe"))
-
-    before = ours()
-    engine.destroy()
-    return before, ours()
+def ours_in(engine) -> list[str]:
+    """What of ours acts on an engine's optimizer, weights and checkpoints, and whether it saves whole models."""
+    kept = [layer for layer in converted_layers(engine.module) if layer.mxfp8_kept is not None]
+    found = {"step hook": engine.basic_optimizer._optimizer_step_post_hooks, "kept weights": kept,
+             "checkpoints": engine._mxfp8_checkpoints, "whole models": MARK in vars(engine)}
+    return [name for name, one in found.items() if one]
 
 
-@pytest.mark.parametrize("stage, some", [
-    (1, {"engine._take_model_step", "optimizer.step", "checkpoints.load", "engine.load_module_state_dict"}),
-    (3, {"engine._take_model_step", "engine.save_checkpoint", "engine.load_checkpoint"})])
-def test_an_engine_that_is_destroyed_is_deepspeeds_but_for_saving(ranks2, stage, some):
-    for before, after in ranks2.run(left_after_destroy, "convert", stage):
-        assert some <= set(before)
-        assert after == ["engine._zero3_consolidated_16bit_state_dict", "engine.save_16bit_model"]
+def before_and_after_destroy(front, stage) -> tuple[bool, list[str], list[str]]:
+    """Whether the engine is of a class that is DeepSpeed's own, too. What of ours is there before and after."""
+    engine = made_by(front, {"enabled": True, "keep_quantized_weights": True}, stage=stage)
+    before = ours_in(engine)
+    for _ in range(2):
+        engine.destroy()
+    return isinstance(engine, deepspeed.DeepSpeedEngine) and isinstance(engine, MoEEngine), before, ours_in(engine)
+
+
+@pytest.mark.parametrize("front, stage", [("initialize", 1), ("convert", 1), ("enable", 3)])
+def test_an_engine_that_is_destroyed_is_deepspeeds_but_for_saving(ranks2, front, stage):
+    kept = [] if stage == 3 else ["step hook", "kept weights"]
+    for kind, before, after in ranks2.run(before_and_after_destroy, front, stage):
+        assert kind and before == [*kept, "checkpoints", "whole models"] and after == ["whole models"]
 
 
 # ---------------------------------------------------------------- models that are no plain models

@@ -1,25 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions of other libraries are replaced for a time, or once until the engine is destroyed."""
+"""Functions of other libraries are replaced for a time, or once until the engine ends."""
 
 import functools
 import inspect
 
 import pytest
 
-from ds_mxfp8_moe.layers.patches import lent, patched, wrap
+from ds_mxfp8_moe.layers.patches import lent, patched, undo_wraps, wrap
 
 
 class Engine:
-    """As DeepSpeed's: a class with methods, and a `destroy`."""
+    """As DeepSpeed's: a class with methods."""
 
-    destroyed = 0
+    steps = 0
 
     def step(self, size: int = 1) -> int:
         """Its text."""
         return size
-
-    def destroy(self) -> None:
-        self.destroyed += 1
 
 
 def twice(plain, *args, **kwargs):
@@ -45,12 +42,12 @@ def test_values_for_a_time():
         pass
 
     engine = Engine()
-    with lent(engine, "destroyed", 5), lent(engine, "__class__", Other):
-        assert (engine.destroyed, type(engine)) == (5, Other)
+    with lent(engine, "steps", 5), lent(engine, "__class__", Other):
+        assert (engine.steps, type(engine)) == (5, Other)
     assert (vars(engine), type(engine)) == ({}, Engine)
 
 
-def test_once_for_each_function_until_the_engine_is_destroyed():
+def test_once_for_each_function_until_the_engine_ends():
     engine, other = Engine(), Engine()
     other.step = functools.partial(other.step, 7)
     for _ in range(2):
@@ -61,10 +58,9 @@ def test_once_for_each_function_until_the_engine_is_destroyed():
     assert inspect.signature(engine.step) == inspect.signature(Engine().step)
     wrapped = functools.wraps(engine.step)(lambda *args: engine.step(*args))
     assert not wrap(type("Holder", (), {"step": staticmethod(wrapped)}), "step", twice)  # by others in between
-    engine.destroy()
-    assert vars(engine) == {"destroyed": 1} and engine.step(4) == 4 and other.step() == 7
-    engine.destroy()
-    assert engine.destroyed == 2
+    for _ in range(2):
+        undo_wraps(engine)
+        assert not vars(engine) and engine.step(4) == 4 and other.step() == 7
 
 
 def test_what_others_have_wrapped_since_stays():
@@ -72,11 +68,11 @@ def test_what_others_have_wrapped_since_stays():
     wrap(engine, "step", twice, until=engine)
     ours = engine.step
     engine.step = lambda: ours() + 1
-    engine.destroy()
+    undo_wraps(engine)
     assert engine.step() == 3
 
 
-def test_a_class_is_wrapped_until_the_last_engine_is_destroyed():
+def test_a_class_is_wrapped_until_the_last_engine_ends():
     class Attention:
         def forward(self) -> int:
             return 1
@@ -85,7 +81,7 @@ def test_a_class_is_wrapped_until_the_last_engine_is_destroyed():
     assert [wrap(Attention, "forward", twice, until=engine) for engine in (first, second, second)] == [
         True, False, False]
     for engine in (first, first):
-        engine.destroy()
+        undo_wraps(engine)
         assert Attention().forward() == 2
-    second.destroy()
+    undo_wraps(second)
     assert Attention.forward is plain
