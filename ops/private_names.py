@@ -110,8 +110,8 @@ NAMES = tuple(Row(*row) for row in (
     ("classic layers", "deepspeed.utils.groups", "_get_expert_model_parallel_world_size mpu"),
 
     ("stacked experts", _ENGINE,
-     "_configure_expert_parallel(self, model, ...) autotp_size bfloat16_enabled fp16_enabled "
-     "zero_optimization_partition_weights .dont_change_device .local_rank"),
+     "_configure_expert_parallel(self, model, ...) autotp_size get_data_types zero_optimization_stage "
+     ".dont_change_device .local_rank"),
     ("stacked experts", "deepspeed.module_inject.auto_ep:AutoEP",
      "__init__(self, model, config) ep_parser(self) "
      "replace_moe_layers(self, specs, ep_size, ep_rank, collect_sources, on_moe_layer_replaced)"),
@@ -169,14 +169,14 @@ NAMES = tuple(Row(*row) for row in (
 
     ("steps", "torch._C", "_current_autograd_node"),
     ("steps", _ENGINE, "_take_model_step .skipped_steps"),
-    ("clipping", _ENGINE, "clip_fp32_gradients gradient_clipping zero_optimization .has_moe_layers .mpu"),
+    ("clipping", _ENGINE, "clip_fp32_gradients(self) gradient_clipping zero_optimization_stage .has_moe_layers .mpu"),
     ("clipping", "deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer",
      "unscale_and_clip_grads(self, total_norm, ...) ._global_grad_norm"),
     ("sparing the host", "deepspeed.runtime.config:DeepSpeedConfig", ".timers_config"),
     ("keep_quantized_weights", _ENGINE,
-     "_take_model_step zero_optimization_partition_weights .zenflow"),
+     "_take_model_step zero_optimization_stage .basic_optimizer .zenflow"),
     ("graph_attention", _ENGINE,
-     "autotp_size zero_optimization_partition_weights .sequence_parallel_size"),
+     "autotp_size zero_optimization_stage .sequence_parallel_size"),
     ("graph_attention", "torch._C:_autograd", "_top_saved_tensors_default_hooks"),
     ("graph_attention", "torch:Tensor", "_backward_hooks _version"),
     ("graph_attention", "torch.nn:Module",
@@ -199,9 +199,8 @@ NAMES = tuple(Row(*row) for row in (
 
     ("loading", _ENGINE,
      "load_module_state_dict(self, checkpoint, ...) _copy_recovery_script(self, save_path) load_universal_checkpoint "
-     "use_node_local_storage "
-     "zero_nvme_offload_optimizer zero_optimization_partition_weights .checkpoint_engine .has_moe_layers .local_rank "
-     ".param_names .seq_dp_world_size"),
+     "use_node_local_storage zero_nvme_offload_optimizer zero_optimization_stage .checkpoint_engine .has_moe_layers "
+     ".local_rank .param_names .seq_dp_world_size"),
     ("loading", "deepspeed.runtime.checkpoint_engine.checkpoint_engine:CheckpointEngine",
      "load(self, path, ...) makedirs(self, path, exist_ok) save(self, state_dict, path)"),
 

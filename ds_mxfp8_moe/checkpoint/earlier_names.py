@@ -150,7 +150,7 @@ def present_checkpoint(engine: DeepSpeedEngine, checkpoint: dict, load_optimizer
     experts = {name: is_moe_param(p) for name, p in engine.module.named_parameters() if p.requires_grad}
     ordered = [[name for name in group if experts.get(names.renamed(name)) is of_experts]
                for group in groups or [sizes] for of_experts in (False, True)]
-    if (load_optimizer or engine.zero_optimization_partition_weights()) and (
+    if (load_optimizer or engine.zero_optimization_stage() == 3) and (
             not names.keep_order(ordered, engine.module) or any(len(one) > 1 for one in names.sources.values())):
         raise RuntimeError(
             "it was saved by layers that AutoEP made, whose parameters lie in another order in the optimizer. Convert "

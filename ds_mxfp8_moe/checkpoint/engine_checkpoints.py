@@ -338,7 +338,7 @@ class _Loading:
                     "MXFP8, which no checkpoint contains: this run has loaded another base model, or quantizes it "
                     "differently (scaling_mode). Start from the same one. If the difference is meant, delete "
                     f'"frozen_experts" from {folder / MANIFEST}')
-        needs_same = (engine.zero_optimization() and self.arguments["load_optimizer_states"]
+        needs_same = (engine.zero_optimization_stage() > 0 and self.arguments["load_optimizer_states"]
                       and not self.arguments["load_module_only"] and not engine.zero_nvme_offload_optimizer())
         if needs_same and manifest["dp_world_size"] != engine.seq_dp_world_size:
             raise RuntimeError(

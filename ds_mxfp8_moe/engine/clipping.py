@@ -38,7 +38,7 @@ def clip_by_whole_norm(engine: DeepSpeedEngine) -> None:
 def needs_whole_norm(engine: DeepSpeedEngine) -> bool:
     """Whether DeepSpeed's own norm would be another. Engines whose ranks share layers by tensor or pipeline
     parallelism clip as before."""
-    return not engine.zero_optimization() and engine.has_moe_layers and engine.mpu is None
+    return engine.zero_optimization_stage() == 0 and engine.has_moe_layers and engine.mpu is None
 
 
 def clip_whole_model(engine: DeepSpeedEngine) -> None:

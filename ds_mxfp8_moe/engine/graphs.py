@@ -58,7 +58,7 @@ def graph_attention(engine: DeepSpeedEngine, config: MXFP8MoEConfig, converted: 
 def _obstacle(engine: DeepSpeedEngine, attentions: list[nn.Module]) -> str | None:
     if not has_graphs():
         return "CUDA graphs need a GPU"
-    if engine.zero_optimization_partition_weights():
+    if engine.zero_optimization_stage() == 3:
         return "ZeRO-3 frees the weights after each call"
     if engine.autotp_size() > 1 or engine.sequence_parallel_size > 1:
         return "ranks share the work of an attention module"

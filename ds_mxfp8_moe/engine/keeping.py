@@ -64,7 +64,7 @@ def keep_quantized_weights(engine: DeepSpeedEngine, config: MXFP8MoEConfig, conv
 def _obstacle(engine: DeepSpeedEngine) -> str | None:
     if not hasattr(engine.optimizer, "step"):
         return "the engine has no optimizer, so it does not know when weights change"
-    if engine.zero_optimization_partition_weights():
+    if engine.zero_optimization_stage() == 3:
         return "ZeRO-3 frees the weights after each call"
     if engine.zenflow:
         return "ZenFlow changes weights between the optimizer's steps"

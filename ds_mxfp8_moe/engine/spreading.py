@@ -162,7 +162,7 @@ class _Spreading:
                    experts.leave() if isinstance(experts, HeldExperts) else None)
             if found.wrapper is not None:
                 take_wrappers(experts, found.wrapper)
-            if self.engine.zero_optimization_partition_weights():
+            if self.engine.zero_optimization_stage() == 3:
                 register_factors(block)
             if frozen:
                 experts.frozen = frozen
@@ -204,9 +204,8 @@ class _Spreading:
 
     def _dtype(self, weight: torch.Tensor) -> torch.dtype:
         """The dtype to which DeepSpeed casts a weight."""
-        if self.engine.fp16_enabled():
-            return torch.float16
-        return torch.bfloat16 if self.engine.bfloat16_enabled() else weight.dtype
+        dtype = self.engine.get_data_types()[0]
+        return weight.dtype if dtype == torch.float32 else dtype
 
     def end(self) -> None:
         """Raises RuntimeError on every rank, if one of them failed. Makes copies of experts on several ranks equal, as

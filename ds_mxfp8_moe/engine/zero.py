@@ -52,13 +52,11 @@ def batch_gradients(optimizer: Any, on: bool) -> str | None:
         return None
     if isinstance(optimizer, BatchedGradients):
         optimizer.mxfp8_batching.sums.leave(optimizer)
-    optimizer.__class__ = DeepSpeedZeroOptimizer
     vars(optimizer).pop("mxfp8_batching", None)
-    if not on:
-        return None
-    if optimizer.cpu_offload:
+    kind = BatchedGradients if _copies_alike(optimizer) else BatchedChecks
+    optimizer.__class__ = kind if on and not optimizer.cpu_offload else DeepSpeedZeroOptimizer
+    if on and optimizer.cpu_offload:
         return "ZeRO-Offload is on, whose gradients leave the device one by one"
-    optimizer.__class__ = BatchedGradients if _copies_alike(optimizer) else BatchedChecks
     if isinstance(optimizer, BatchedGradients):
         optimizer.mxfp8_batching = _Batching(
             optimizer.ipg_buckets[optimizer.dtype], optimizer.partition_gradients or optimizer.overlap_comm,

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of other libraries' private names, walked in the installed releases; and what the next ones may change."""
 
+import ast
 import importlib
 import importlib.metadata
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -28,6 +30,43 @@ def test_every_feature_has_names_of_libraries_that_are_installed():
     assert libraries == set(SINCE)
     for library, since in SINCE.items():
         assert Version(importlib.metadata.version(library)) >= Version(since)
+
+
+# ---- how many there are ---------------------------------------------------------------------------------------------
+
+PACKAGE = Path(__file__).parents[2] / "ds_mxfp8_moe"
+OWN = {"layers/patches.py",  # makes the patches
+       "engine/self_check.py"}  # replaces functions of this package
+MOST_NAMES, MOST_PATCHES = 191, 21  # numbers to lower
+
+
+def patches(source: str) -> list[int]:
+    """The lines that replace what another library has: calls of wrap, patched and lent, and new classes of objects."""
+    lines = []
+    for node in ast.walk(ast.parse(source)):
+        function = getattr(node.func, "id", None) if isinstance(node, ast.Call) else None
+        other_class = isinstance(node, ast.Attribute) and node.attr == "__class__" and isinstance(node.ctx, ast.Store)
+        if function in ("wrap", "patched", "lent") or other_class:
+            lines.append(node.lineno)
+    return lines
+
+
+def test_the_counts_of_private_names_and_patches_do_not_grow():
+    names = {(row.place, re.match(r"\.?\w+", name)[0]) for row in NAMES for name in row.each()}
+    assert len(names) <= MOST_NAMES
+    files = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in PACKAGE.rglob("*.py")}
+    assert OWN <= set(files)
+    places = [f"{name}:{line}" for name, text in files.items() if name not in OWN for line in patches(text)]
+    assert len(places) <= MOST_PATCHES, "\n".join(places)
+
+
+def test_patches_are_counted():
+    source = "wrap(a, 'f', g)\nwith lent(a, 'b', 1), patched(a, 'f', g):\n    a.__class__, b = C, 2"
+    assert patches(source) == [1, 2, 2, 3]
+    assert not patches("a.__class__.__name__\nfunctools.wraps(f)\na.b = c")
+
+
+# ---- what is missing ------------------------------------------------------------------------------------------------
 
 
 class Engine:
