@@ -7,8 +7,10 @@ that MXFP8 is faster than bf16 with fewer tokens.
 """
 
 import math
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import deepspeed.comm as dist
@@ -58,7 +60,7 @@ def keep_quantized_weights(engine: DeepSpeedEngine, config: MXFP8MoEConfig, conv
         engine._mxfp8_first_step = _FirstStep(engine, layers)
     if isinstance(engine.basic_optimizer, torch.optim.Optimizer):  # whose step somebody may call by himself
         engine._mxfp8_step_hook = engine.basic_optimizer.register_step_post_hook(
-            lambda *_: _clear(engine, of_frozen=False))
+            partial(_after_step, weakref.ref(engine)))
 
 
 def _obstacle(engine: DeepSpeedEngine) -> str | None:
@@ -164,6 +166,11 @@ def _clear(engine: DeepSpeedEngine, of_frozen: bool) -> None:
     for layer in engine._mxfp8_keeping:
         if "mxfp8_kept" in vars(layer) and (of_frozen or not _frozen(layer)):  # another conversion removes it
             layer.mxfp8_kept.clear()
+
+
+def _after_step(of: "weakref.ref[DeepSpeedEngine]", *_: Any) -> None:
+    if (engine := of()) is not None:  # which its optimizer may outlive
+        _clear(engine, of_frozen=False)
 
 
 def stop_keeping(engine: DeepSpeedEngine) -> None:
