@@ -4,6 +4,7 @@
 import ast
 import importlib
 import importlib.metadata
+import inspect
 import re
 import subprocess
 import sys
@@ -11,8 +12,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from deepspeed.runtime.engine import DeepSpeedEngine
 from packaging.version import Version
 
+from ds_mxfp8_moe.engine.moe_engine import MoEEngine
 from ds_mxfp8_moe.ops import private_names
 from ds_mxfp8_moe.ops.private_names import FEATURES, NAMES, SINCE, Row, absent
 
@@ -64,6 +67,15 @@ def test_patches_are_counted():
     source = "wrap(a, 'f', g)\nwith lent(a, 'b', 1), patched(a, 'f', g):\n    a.__class__, b = C, 2"
     assert patches(source) == [1, 2, 2, 3]
     assert not patches("a.__class__.__name__\nfunctools.wraps(f)\na.b = c")
+
+
+def test_each_method_of_the_engine_is_deepspeeds_and_the_private_ones_are_listed():
+    own = {name for name, value in vars(MoEEngine).items() if inspect.isfunction(value)} - {"without_moe_layers"}
+    assert not [name for name in own if not hasattr(DeepSpeedEngine, name)]
+    rows = [row for row in NAMES if row.place == private_names._ENGINE]
+    listed = {re.match(r"\.?\w+", name)[0] for row in rows for name in row.each()}
+    private = {name for name in own if name.startswith("_")}
+    assert private and private <= listed
 
 
 # ---- what is missing ------------------------------------------------------------------------------------------------
