@@ -38,18 +38,19 @@ def test_every_feature_has_names_of_libraries_that_are_installed():
 # ---- how many there are ---------------------------------------------------------------------------------------------
 
 PACKAGE = Path(__file__).parents[2] / "ds_mxfp8_moe"
+REPLACED = {"__class__", "__init__", "forward"}
 OWN = {"layers/patches.py",  # makes the patches
        "engine/self_check.py"}  # replaces functions of this package
-MOST_NAMES, MOST_PATCHES = 191, 21  # numbers to lower
+MOST_NAMES, MOST_PATCHES = 191, 22  # numbers to lower
 
 
 def patches(source: str) -> list[int]:
-    """The lines that replace what another library has: calls of wrap, patched and lent, and new classes of objects."""
+    """The lines that replace what another library has: calls of wrap, patched and lent, and attributes of REPLACED."""
     lines = []
     for node in ast.walk(ast.parse(source)):
         function = getattr(node.func, "id", None) if isinstance(node, ast.Call) else None
-        other_class = isinstance(node, ast.Attribute) and node.attr == "__class__" and isinstance(node.ctx, ast.Store)
-        if function in ("wrap", "patched", "lent") or other_class:
+        replaced = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr in REPLACED
+        if function in ("wrap", "patched", "lent") or replaced:
             lines.append(node.lineno)
     return lines
 
@@ -64,8 +65,8 @@ def test_the_counts_of_private_names_and_patches_do_not_grow():
 
 
 def test_patches_are_counted():
-    source = "wrap(a, 'f', g)\nwith lent(a, 'b', 1), patched(a, 'f', g):\n    a.__class__, b = C, 2"
-    assert patches(source) == [1, 2, 2, 3]
+    source = "wrap(a, 'f', g)\nwith lent(a, 'b', 1), patched(a, 'f', g):\n    a.__class__, A.__init__ = C, f"
+    assert patches(source) == [1, 2, 2, 3, 3]
     assert not patches("a.__class__.__name__\nfunctools.wraps(f)\na.b = c")
 
 
