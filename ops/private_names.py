@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every name of another library that this package reads, calls, overrides or patches although it is not promised.
 
-Names that the library documents need no row: DeepSpeedEngine.save_checkpoint, PeftModel.save_pretrained, Gluon.
+Names that the library documents need no row: DeepSpeedEngine.save_checkpoint, PeftModel.save_pretrained, Gluon, what
+transformers' use_experts_implementation asks of a module.
 
     missing("metrics")    # None: all names of this feature are there. Else what is not
 
@@ -131,7 +132,7 @@ NAMES = tuple(Row(*row) for row in (
     ("LoRA on experts", "peft.utils.other", "AuxiliaryTrainingWrapper"),
 
     ("FP8 experts", "transformers.integrations.finegrained_fp8:FP8Experts",
-     ".down_proj .down_proj_scale_inv .gate_up_proj .gate_up_proj_scale_inv .has_gate"),
+     ".down_proj_scale_inv .gate_up_proj_scale_inv"),
     ("FP8 experts", "transformers.integrations.finegrained_fp8:FP8Linear", ".activation_scale .weight_scale_inv"),
     ("FP8 experts", "transformers.integrations.mxfp4:Mxfp4GptOssExperts",
      ".down_proj_bias .down_proj_precision_config .gate_up_proj_precision_config .hidden_size .intermediate_size "
@@ -201,8 +202,9 @@ NAMES = tuple(Row(*row) for row in (
      "load_module_state_dict(self, checkpoint, ...) _copy_recovery_script(self, save_path) load_universal_checkpoint "
      "use_node_local_storage zero_nvme_offload_optimizer zero_optimization_stage .checkpoint_engine .has_moe_layers "
      ".local_rank .param_names .seq_dp_world_size"),
-    ("loading", "deepspeed.runtime.checkpoint_engine.checkpoint_engine:CheckpointEngine",
-     "load(self, path, ...) makedirs(self, path, exist_ok) save(self, state_dict, path)"),
+    ("loading", "deepspeed.runtime.checkpoint_engine:TorchCheckpointEngine",
+     "__init__(self, config_params) load(self, path, ...) makedirs(self, path, exist_ok) "
+     "save(self, state_dict, path)"),
 
     ("advice on speed", _ENGINE, ".basic_optimizer"),
     ("advice on speed", "transformers.configuration_utils:PreTrainedConfig", "_attn_implementation"),
