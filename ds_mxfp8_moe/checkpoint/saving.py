@@ -8,7 +8,8 @@ error that names the call that is:
 
     engine.save_16bit_model, accelerator.get_state_dict, accelerator.save_model
     trainer.save_model and the Trainer's checkpoints, which call accelerator.get_state_dict
-    save_pretrained and push_to_hub of the model itself, and of a PeftModel
+    save_pretrained and push_to_hub of the model itself, and of a PeftModel; of the model also on rank 0 alone, if all
+    ranks have saved the same weights before (earlier_saves.py)
     engine.save_checkpoint in ZeRO-3 with frozen experts, which DeepSpeed refuses
 """
 
@@ -33,6 +34,7 @@ from ..layers.say import say_if_missing
 from ..transport.agreement import check_same_arguments
 from ..transport.deadline import tell_peers_on_error
 from ..transport.rank_0 import RankZeroWrites
+from .earlier_saves import copied_from_earlier_save, remember_gathered, remember_saved
 from .gathering import (
     Gather,
     classic_layers,
@@ -49,6 +51,8 @@ from .staging import README, stage_of, staged
 MARK = "_mxfp8_spread"
 USE_INSTEAD = ("Every rank calls ds_mxfp8_moe.save_pretrained(engine, directory), where engine is what "
                "accelerator.prepare or initialize returned, or the Trainer")
+COPIED = ("If you cannot change the program: rank 0 may save alone what all ranks have saved since the last step, so "
+          "let it write a checkpoint at the end, as the Trainer does with save_strategy \"steps\" or \"epoch\"")
 
 
 def save_whole_models(engine: DeepSpeedEngine) -> None:
@@ -108,6 +112,8 @@ def consolidated_state_dict(engine: DeepSpeedEngine, exclude_frozen_parameters: 
         state = dict(classic_tensors(engine.module, Gather(keep), wanted))
         state = state if keep else None
     restore_persistent(engine)
+    if state is not None and not exclude_frozen_parameters:
+        remember_gathered(engine.module, state)
     return state
 
 
@@ -170,18 +176,25 @@ def _save_pretrained(plain: Callable, model: Any, *args, **kwargs) -> None:
                            f"accelerator.get_state_dict, called on every rank. Or: {USE_INSTEAD}")
     if state is None:
         if not vars(model)[MARK] or needs_peers(model):
+            if copied_from_earlier_save(model, given.arguments):
+                return None
             raise RuntimeError(f"this {type(model).__name__} holds one rank's part of what a DeepSpeed engine trains, "
-                               f"so it cannot save itself. {USE_INSTEAD}")
+                               f"so it cannot save itself. {USE_INSTEAD}. {COPIED}")
         given.arguments["state_dict"] = whole_state_dict(model, keep=True)
-    return _staged_call(plain, given, saves_adapters(model))
+    directory = Path(given.arguments["save_directory"])
+    files = _staged_call(plain, given, saves_adapters(model))
+    if state is not None and not saves_adapters(model) and not given.arguments.get("push_to_hub"):
+        remember_saved(model, state, directory, files)
 
 
-def _staged_call(plain: Callable, given: inspect.BoundArguments, adapters: bool) -> None:
-    """A call of a model's save_pretrained, whose files replace those of its folder when all are written."""
+def _staged_call(plain: Callable, given: inspect.BoundArguments, adapters: bool) -> list[Path]:
+    """A call of a model's save_pretrained, whose files, which this returns, replace those of its folder when all are
+    written."""
     pushed = given.arguments.get("push_to_hub", False)
     with staged(given.arguments["save_directory"], reads=[README] if adapters else (), in_place=pushed) as folder:
         given.arguments["save_directory"] = folder
-        return plain(*given.args, **given.kwargs)
+        plain(*given.args, **given.kwargs)
+        return [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
 
 
 def _stray_layers(model: torch.nn.Module, state: dict) -> list[str]:
@@ -199,7 +212,8 @@ def _save_adapters(plain: Callable, model: Any, *args, **kwargs) -> None:
         if is_partitioned(model) and kwargs.get("state_dict") is None:
             raise RuntimeError(f"ZeRO-3 has partitioned the adapters, so this {type(model).__name__} cannot save them "
                                f"by itself. {USE_INSTEAD}")
-        return _staged_call(plain, inspect.signature(plain).bind(model, *args, **kwargs), adapters=True)
+        _staged_call(plain, inspect.signature(plain).bind(model, *args, **kwargs), adapters=True)
+        return None
     return plain(model, *args, **kwargs)
 
 

@@ -46,6 +46,12 @@ def stage_of(directory: str | os.PathLike) -> Path:
     return Path(directory) / f".saving-{dist.get_rank() if dist.is_initialized() else 0}"
 
 
+def weight_files(directory: Path) -> set[Path]:
+    """What a saved model's weights are in, as seen from its directory."""
+    shards = set(_weight_map(directory / INDEX).values())
+    return {Path(name) for name in (shards | {INDEX} if shards else {WEIGHTS})}
+
+
 @contextmanager
 def staged(directory: str | os.PathLike, flushed: Callable[[], None] = lambda: None,
            reads: Sequence[str] = (), in_place: bool = False) -> Iterator[Path]:

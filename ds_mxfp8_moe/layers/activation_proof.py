@@ -13,6 +13,7 @@ from torch import nn
 from ..compute.formula import Activation
 from .proof import TOLERANCE, activations, constants, isolated, relative_error
 from .recognise import foreign_code
+from .stacked import is_concatenated
 
 _COLUMNS = 16
 # The sizes of gate and up in a row. A clamp shows only on large values.
@@ -63,7 +64,7 @@ def _joined(experts: nn.Module, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Gate and up as the experts' function takes them."""
     if len(parts) == 1:
         return parts[0]
-    return torch.cat(parts, 1) if experts.is_concatenated else torch.stack(parts, 2).flatten(1)
+    return torch.cat(parts, 1) if is_concatenated(experts) else torch.stack(parts, 2).flatten(1)
 
 
 def _own(experts: nn.Module, training: bool) -> Callable:

@@ -26,6 +26,7 @@ from ..ops.device import capability
 from .activation_proof import activation_of
 from .classic import LayerSettings
 from .say import print_on_rank_0
+from .stacked import is_concatenated
 
 NAME = "mxfp8"
 
@@ -125,7 +126,7 @@ def _has_norm(experts: nn.Module) -> bool:
 def _settings_of(experts: nn.Module, config: MXFP8MoEConfig, device: torch.device) -> LayerSettings:
     """What the module computes, and in which recipe. A formula without an activation: its own functions run."""
     name, act = type(experts).__name__, None if _has_norm(experts) else activation_of(experts)
-    apart = act is not None and experts.has_gate and not experts.is_concatenated
+    apart = act is not None and experts.has_gate and not is_concatenated(experts)
     weights = _weights_of(experts, apart)
     _, hidden_size, ffn_size = weights["down"].shape
     formula = ExpertFormula("gated" if experts.has_gate else "mlp", None, hidden_size, ffn_size,

@@ -7,7 +7,8 @@ it as `experts(hidden_states_TH, top_k_index_TK, top_k_weights_TK)`. Flags of th
     gate_up_proj or up_proj    [E, G, H], or [E, H, G] if is_transposed. G is 2F if has_gate, else F
     down_proj                  [E, H, F], or [E, F, H] if is_transposed
     ..._bias                   [E, G] and [E, H], if has_bias
-    is_concatenated            all of gate comes before all of up in G. Else they take turns
+    is_concatenated            all of gate comes before all of up in G. Else they take turns. Early releases, such as
+                               5.6, lack this flag
 
 This package holds three weights, under the names that DeepSpeed's checkpoints know: w1 and w3, [E, G / 2, H] each, and
 w2 [E, H, F]. With a gate, w1 is the gate and w3 is up. Without, they are the first and the second half of `up_proj`.
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+FLAGS = ("has_gate", "has_bias", "is_transposed")
 DOWN = "down_proj"
 
 
@@ -34,7 +35,7 @@ class Layout:
     @classmethod
     def of(cls, experts: nn.Module) -> "Layout":
         """The layout by the module's flags."""
-        return cls(experts.has_gate, experts.is_transposed, experts.is_concatenated or not experts.has_gate)
+        return cls(experts.has_gate, experts.is_transposed, is_concatenated(experts) or not experts.has_gate)
 
     @property
     def up(self) -> str:
@@ -82,9 +83,22 @@ class Layout:
         return w2.transpose(1, 2).contiguous() if self.is_transposed else w2
 
 
+def is_concatenated(experts: nn.Module) -> bool | None:
+    """The flag of that name. Where a release lacks it, transformers' own gate, which takes halves, is proof enough.
+
+    None: the experts have a gate of their own and no flag.
+    """
+    flag = getattr(experts, "is_concatenated", None)
+    if flag is None:
+        gate = getattr(type(experts), "_apply_gate", None)
+        flag = getattr(gate, "__module__", None) == "transformers.integrations.moe" or None
+    return flag
+
+
 def is_stacked(module: nn.Module) -> bool:
     """Whether a module obeys the contract."""
-    if not all(isinstance(vars(module).get(flag), bool) for flag in FLAGS):
+    if not all(isinstance(vars(module).get(flag), bool) for flag in FLAGS) or (
+            not isinstance(is_concatenated(module), bool)):
         return False
     weights = [getattr(module, name, None) for name in Layout.of(module).names]
     return all(isinstance(p, nn.Parameter) and len(getattr(p, "ds_shape", p.shape)) == 3 for p in weights)

@@ -23,6 +23,9 @@ class Lightning(Client):
         return {"train_micro_batch_size_per_gpu": 4, "zero_allow_untested_optimizer": True,
                 "zero_optimization": {"stage": self.stage}, **sections}
 
+    def checkpoint(self, job: Job) -> Path:
+        return job.out / f"checkpoint-{SAVE_EVERY}.ckpt"
+
     def losses(self, job: Job, printed: str) -> dict[int, float]:
         rows = (line.split() for line in printed.splitlines() if line.startswith("step "))
         return {int(step): float(loss) for _, step, _, loss in rows}

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What libraries around DeepSpeed do with engines: generation while training, reference models, models in wrappers."""
 
+import accelerate
 import deepspeed.comm as dist
 import pytest
 import torch
@@ -8,6 +9,7 @@ from autoep_models import batch, ds_config, model, train_engine
 from torch import nn
 
 import ds_mxfp8_moe
+from ds_mxfp8_moe.layers.stacked import is_concatenated, is_stacked
 
 SECTION = {"enabled": True, "recipe": "bf16"}
 
@@ -98,3 +100,52 @@ def engines_one_after_the_other() -> list[list[float]]:
 def test_an_engine_after_a_destroyed_one_trains_alike(ranks2):
     for first, second in ranks2.run(engines_one_after_the_other):
         assert first == second
+
+
+def save_at_the_end(directory, stage: int) -> None:
+    """As axolotl does: all ranks write checkpoints, then rank 0 saves the model once more, alone."""
+    engine = ds_mxfp8_moe.initialize(model=model(), config=ds_config(SECTION, stage))[0]
+    net, first = engine.module, directory / "first"
+    train_engine(engine, [0])
+    for _ in range(2):  # the second time, shards get other names
+        state = accelerate.Accelerator.get_state_dict(None, engine)
+        net.save_pretrained(first, state_dict=state, max_shard_size="20KB")
+    if dist.get_rank() == 0:
+        net.save_pretrained(directory / "second")
+        changed = next(getattr(p, "ds_tensor", p) for p in net.parameters() if p.requires_grad)
+        before = changed.detach().clone()
+        changed.detach().add_(1)
+        with pytest.raises(RuntimeError, match="cannot save itself.*since the last step"):
+            net.save_pretrained(directory / "changed")
+        changed.detach().copy_(before)
+        net.save_pretrained(first, state_dict={name: 2 * value for name, value in state.items()})
+        with pytest.raises(RuntimeError, match="cannot save itself"):  # the folder has other weights now
+            net.save_pretrained(directory / "changed")
+    dist.barrier()
+    state = accelerate.Accelerator.get_state_dict(None, engine)
+    net.save_pretrained(directory / "last", state_dict=state)
+    train_engine(engine, [1])
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match="cannot save itself"):
+            net.save_pretrained(directory / "changed")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_rank_0_saves_alone_what_all_ranks_saved_before(ranks2, tmp_path, stage):
+    ranks2.run(save_at_the_end, tmp_path, stage)
+    import transformers
+
+    second, last = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()
+                    for name in ("second", "last"))
+    assert {*second} == {*last} and all(torch.equal(second[name], last[name]) for name in last)
+    assert not (tmp_path / "changed").exists()
+
+
+@pytest.mark.parametrize("family, flag", [("qwen3_moe", True), ("gpt_oss", None)])
+def test_experts_of_releases_without_the_flag_is_concatenated(family, flag):
+    """LLaMA-Factory 0.9.5 trains with transformers 5.6, where only a gate of the model's own says the layout."""
+    experts = [module for module in model(family).modules() if is_stacked(module)]
+    for module in experts:
+        del module.is_concatenated
+        assert is_concatenated(module) is flag and is_stacked(module) is bool(flag)
+    assert experts
