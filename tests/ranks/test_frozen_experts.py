@@ -229,7 +229,7 @@ def test_which_layers_hold_mxfp8(ranks2, section, prepare, held, changes):
         assert found == held <= converted or held == converted == 0
         if told and held:
             assert f"frozen experts of {held} layers are held in MXFP8 alone" in told
-            assert told.count(", frozen experts in MXFP8") == held
+            assert told.count(", frozen experts in MXFP8") == 1  # layers that are alike share a line
         elif told:
             assert "MXFP8 alone" not in told
             no_effect = '"frozen_experts": "mxfp8" has no effect' in told

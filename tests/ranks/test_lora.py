@@ -129,7 +129,7 @@ STACKS = {"target_modules": ["q_proj", "gate_up_proj", "down_proj"]}  # names of
     ("qwen3_moe", {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
      ", with PEFT's adapters of gate_up_proj and down_proj\n")])
 def test_the_start_says_which_experts_adapters_reached(ranks2, family, names, line):
-    assert ranks2.run(told_of_adapters, family, names)[0].count(line) == 2
+    assert ranks2.run(told_of_adapters, family, names)[0].count(line) == 1  # of both layers
 
 
 # ---------------------------------------------------------------- target_modules="all-linear"
@@ -157,7 +157,7 @@ def everywhere(directory, stage, family, targets):
     losses = [of_ranks[dist.get_rank()] for of_ranks in plain_losses(plain, range(3), 2, rate=0.05)]
     ours = train_engine(engine, range(3))
     ds_mxfp8_moe.save_pretrained(engine, directory / "ours")
-    state = saving._state_dict(engine)  # what accelerator.get_state_dict returns, also for the Trainer's checkpoints
+    state = saving.consolidated_state_dict(engine)  # as by accelerator.get_state_dict, and in Trainer checkpoints
     if dist.get_rank() == 0:
         net.save_pretrained(directory / "trainer", state_dict=state)
         if stage < 3:
@@ -251,7 +251,7 @@ def by_transformers(directory, section):
                                     target_parameters=["experts.gate_up_proj", "experts.down_proj"]))
     engine = build(net, section)
     train_engine(engine, range(2))
-    state = saving._state_dict(engine)  # what accelerator.get_state_dict returns
+    state = saving.consolidated_state_dict(engine)  # what accelerator.get_state_dict returns
     net.save_pretrained(directory / "theirs", state_dict=state, is_main_process=dist.get_rank() == 0)
     ds_mxfp8_moe.save_pretrained(engine, directory / "ours")
     assert "lm_head.weight" in dict(ds_mxfp8_moe.export_weights(engine, "model"))
