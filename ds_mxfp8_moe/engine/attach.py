@@ -71,7 +71,7 @@ def attach(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> ConversionReport:
 
 
 def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | str | None = None) -> ConversionReport:
-    """Puts the model's MoE layers on the MXFP8 path, in place; prints one line a layer on rank 0.
+    """Puts the model's MoE layers on the MXFP8 path, in place. Rank 0 prints which, and why others not.
 
     Classic `deepspeed.moe.layer.MoE` layers may be converted before or after deepspeed.initialize. Stacked experts of
     transformers are spread over the ranks while `initialize` starts their engine, or any engine after `enable`. This

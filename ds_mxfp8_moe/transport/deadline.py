@@ -35,7 +35,8 @@ QUIET_SECONDS = 60.0  # after which a wait for the device says what it waits for
 SAME_CALLS = ("All ranks of the group must make the same calls in the same order, with rows of the same width and "
               "dtype and as many choices a token")
 SILENT = "it hangs elsewhere, is late, or has died. Look at its log"
-DEADLINE = "The deadline is DEEPSPEED_TIMEOUT (minutes), or timeout= of deepspeed.init_distributed"
+DEADLINE = ("The deadline is DEEPSPEED_TIMEOUT (minutes), or timeout= of deepspeed.init_distributed; with the "
+            "Trainer, its ddp_timeout (seconds)")
 
 IN_EVALUATION = ("The layer is in evaluation mode. In generate(), a rank whose texts are finished leaves the others "
                  "waiting: pass synced_gpus=True. Otherwise give every rank the same number of batches")
