@@ -52,7 +52,8 @@ def copied_from_earlier_save(model: torch.nn.Module, arguments: dict) -> bool:
 
 
 def _fingerprint(model: torch.nn.Module) -> tuple[int, ...]:
-    """Of the bits of this rank's weights and buffers, or of its part of them in ZeRO-3."""
+    """Of the bits of this rank's weights and buffers, or of its part of them in ZeRO-3. The host waits for the
+    device."""
     tensors = [getattr(one, "ds_tensor", one).detach() for one in (*model.parameters(), *model.buffers())]
     hashes = [torch.hash_tensor(one) for one in tensors if one.numel()]
     return tuple(int(one.view(torch.int64)) for one in hashes)

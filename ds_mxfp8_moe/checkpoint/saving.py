@@ -188,8 +188,7 @@ def _save_pretrained(plain: Callable, model: Any, *args, **kwargs) -> None:
 
 
 def _staged_call(plain: Callable, given: inspect.BoundArguments, adapters: bool) -> list[Path]:
-    """A call of a model's save_pretrained, whose files, which this returns, replace those of its folder when all are
-    written."""
+    """Calls a model's save_pretrained. Its files replace the folder's once all are written. Returns their paths."""
     pushed = given.arguments.get("push_to_hub", False)
     with staged(given.arguments["save_directory"], reads=[README] if adapters else (), in_place=pushed) as folder:
         given.arguments["save_directory"] = folder

@@ -8,10 +8,10 @@
 
 A client's module, of_NAME.py, says what is installed and started. Each kind of training runs on two CPU ranks: before
 the package is installed; then without its section, with it, from the checkpoint of half of that run, and with LoRA on
-attention and experts. Losses with the section must be within 1% of those without it (in each step, or on average
-where client.py says so), those of the resumed run within
-0.1% of the run that it continues. Without the section losses and saved weights must have the bits that they have where
-the package is not installed. Saved models must load in plain transformers, with a loss within 1% of the plain run's.
+attention and experts. Losses with the section must be within 1% of those without it, in each step, or on average where
+client.py says so. A resumed run must be within 0.1% of the run that it continues. Without the section, losses and saved
+weights must have the same bits as before the package was installed. Saved models must load in plain transformers, with
+a loss within 1% of the plain run's.
 
 Results are added to results.json. The table of examples/guides/clients.md is made of it. Environments are
 .venv-client-NAME, what runs write is in runs/clients. DS_MXFP8_MOE_PYTHON names another base environment than .venv.
@@ -86,7 +86,7 @@ def made_environment(name: str, client: Client) -> Path:
 
 
 def share_packages(python: str, folder: Path) -> None:
-    """The environment also sees the base environment's packages and programs, behind those of the client's own."""
+    """The environment also sees the base environment's packages and programs. Its own come first."""
     ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
     shutil.rmtree(SHARED / "packages", ignore_errors=True)
     (SHARED / "packages").mkdir(parents=True)
@@ -183,7 +183,8 @@ def shown(command: list[str]) -> str:
 
 
 def difference(these: dict[int, float], those: dict[int, float], compared: str) -> float:
-    """The largest relative difference over the steps of `these`, or that of the mean. Infinite if one is missing."""
+    """The largest relative difference over the steps of `these`, or the difference of the means. Infinite if a step is
+    missing."""
     if not these or not {*these} <= {*those}:
         return float("inf")
     if compared == MEAN:
@@ -266,7 +267,7 @@ def of_commit() -> str:
 
 
 def add(new: dict) -> None:
-    """Puts a row in place of that of the same client, kind and run."""
+    """Adds a row. It replaces an earlier one with the same client, kind and run."""
     rows = {(row["client"], row["kind"], row["run"]): row for row in [*recorded(), new]}
     lines = ",\n".join(json.dumps(row) for row in rows.values())  # one line a row
     RESULTS.write_text(f"[\n{lines}\n]\n")

@@ -19,7 +19,7 @@ LORA = {"adapter": "lora", "lora_r": 8, "lora_alpha": 8, "lora_dropout": 0,
 
 
 class Axolotl(Client):
-    """Its release wants Python 3.12, torch before 2.15 and packages for GPUs: none of it matters here."""
+    """The release asks for Python 3.12, torch before 2.15 and GPU packages. None of them matters here."""
 
     title = "axolotl"
     packages = (("--no-deps", "--ignore-requires-python", "axolotl==0.21.0", "axolotl-contribs-lgpl==0.0.7",

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LLaMA-Factory's program: `llamafactory-cli train`, with a YAML. Adapters are of attention: it has no
-setting for those of parameters."""
+"""LLaMA-Factory's program: `llamafactory-cli train`, with a YAML. It trains adapters on attention alone: it has
+no setting for adapters on parameters."""
 
 import json
 
