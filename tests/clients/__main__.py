@@ -8,10 +8,10 @@
 
 A client's module, of_NAME.py, says what is installed and started. Each kind of training runs on two CPU ranks: before
 the package is installed; then without its section, with it, from the checkpoint of half of that run, and with LoRA on
-attention and experts. Losses with the section must be within 1% of those without it, in each step, or on average where
-client.py says so. A resumed run must be within 0.1% of the run that it continues. Without the section, losses and saved
-weights must have the same bits as before the package was installed. Saved models must load in plain transformers, with
-a loss within 1% of the plain run's.
+attention and experts. Losses with the section must be within 1% of those without it, in each step, or on average
+where client.py says so. A resumed run must be within 0.1% of the run that it continues. Without the section, losses
+and saved weights must have the same bits as before the package was installed. Saved models must load in plain
+transformers, with a loss within 1% of the plain run's.
 
 Results are added to results.json. The table of examples/guides/clients.md is made of it. Environments are
 .venv-client-NAME, what runs write is in runs/clients. DS_MXFP8_MOE_PYTHON names another base environment than .venv.
