@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the pages that show result files: one for each benchmark beside them, with its plots; the README's picture;
-and between their marks the README's figures, the answer of the guide to quality, and the tables of the guides to fast
-training and to memory.
+"""Writes the pages that show result files: one for each benchmark beside them, with its plots; the pictures of the
+README and of a token's way; and between their marks the README's figures, the answer of the guide to quality, and the
+tables of the guides to fast training and to memory.
 
     make report                                      # or python examples/benchmarks/report.py
     python examples/benchmarks/report.py --check     # writes nothing; compares the files with the measures' bars
@@ -16,7 +16,7 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
-from lib import results_file, show
+from lib import results_file, show, token_way
 from training import (
     convergence,
     convergence_results,
@@ -169,6 +169,7 @@ def main(arguments: list[str] | None = None) -> None:
     if check:
         sys.exit("\n".join(missed) or 0)
     show.draw(front_page.plot, GAIN, gains(results(whole_model.SHOWN.benchmark), results(train.SHOWN.benchmark)))
+    show.draw(token_way.plot, results_file.RESULTS / "token_way.png", {})
     for path, text in texts().items():
         path.write_text(text)
 

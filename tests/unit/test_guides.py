@@ -14,6 +14,7 @@ from ds_mxfp8_moe.engine import metrics
 from ds_mxfp8_moe.engine.advice import about_expert_parallel
 
 ROOT = Path(__file__).parents[2]
+PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / ".github").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
 
 
 def strings_of_the_package() -> str:
@@ -76,8 +77,7 @@ def test_metrics_md_has_every_figure():
     assert named == set(metrics.figures_of([*loads, *sample, *times], [1, 2], 2)) and len(named) >= 9
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted((ROOT / "examples").rglob("*.md"))],
-                         ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_sections_in_json_are_valid(page):
     """Each "mxfp8_moe" in a JSON block of the pages."""
     for block in re.findall(r"```json\n(.*?)```", page.read_text(), re.DOTALL):
@@ -86,19 +86,41 @@ def test_sections_in_json_are_valid(page):
         assert not about_expert_parallel(config, ranks=2)
 
 
-def test_the_front_page_is_short_and_leads_to_every_guide():
+def guides() -> set[str]:
+    return {page.name for page in (ROOT / "examples/guides").glob("*.md")}
+
+
+def test_the_front_page_is_short_and_the_index_leads_to_every_guide():
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 100
-    guides = {page.name for page in (ROOT / "examples/guides").glob("*.md")}
-    assert guides == set(re.findall(r"examples/guides/(\w+\.md)", text))
+    assert len(text.splitlines()) <= 100 and "examples/guides/README.md" in text
+    index = (ROOT / "examples/guides/README.md").read_text()
+    assert guides() - {"README.md"} == set(re.findall(r"\]\((\w+\.md)\)", index))
 
 
-def test_how_it_works_begins_with_every_file():
-    table = (ROOT / "examples/guides/how_it_works.md").read_text().split("\n\n")[1]
-    named = re.findall(r"`([\w/]+(?:\.py|/))`", table)
-    package = ROOT / "ds_mxfp8_moe"
-    files = {path.relative_to(package).as_posix() for path in package.rglob("*.py") if path.name != "__init__.py"}
-    files.add("transport/__init__.py")  # the interface
-    assert {name for name in named if not name.startswith("ops/")} == {f for f in files if not f.startswith("ops/")}
-    assert all((ROOT / name).exists() for name in named if name.startswith("ops/"))
-    assert len(named) == len(set(named))
+def test_the_guides_are_short():
+    words = {page: len((ROOT / "examples/guides" / page).read_text().split()) for page in guides()}
+    assert max(words["how_it_works.md"], words["internals.md"]) <= 1500
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)):
+        path, _, anchor = link.partition("#")
+        if not link.startswith(("http", "../blob")):
+            target = (page.parent / path) if path else page
+            assert target.exists(), link
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE) if anchor else []
+            assert not anchor or anchor in {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-")
+                                            for one in headings}, link
+
+
+def test_internals_names_files_that_exist():
+    text = (ROOT / "examples/guides/internals.md").read_text()
+    for name in re.findall(r"`([\w/]+(?:\.py|\.cuh|\.yaml|/))`", text):
+        assert any((ROOT / folder / name).exists() for folder in ("", "ds_mxfp8_moe", "examples/benchmarks")), name
+
+
+def test_workflows_call_targets_of_the_makefile():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    called = re.findall(r"make ([\w-]+)", (ROOT / ".github/workflows/ci.yml").read_text())
+    assert len(called) >= 3 and targets >= set(called)
