@@ -21,7 +21,8 @@ FORWARD = ([("router: K experts a token, and their weights", PLAIN), ("quantize 
 BACKWARD = ([("gradient of y, quantized once", MXFP8), None, None, None,
              ("dx = fp32 sum over ranks", BF16)],
             [("g: rows sorted by expert", MXFP8), ("t = g W2", MXFP8),
-             ("dpre = t · weight · act'(pre), quantized", MXFP8), ("dW2 = gᵀ h, dW1 = dpreᵀ x", BF16), ("dx = dpre W1", MXFP8)],
+             ("dpre = t · weight · act'(pre), quantized", MXFP8), ("dW2 = gᵀ h, dW1 = dpreᵀ x", BF16),
+             ("dx = dpre W1", MXFP8)],
             [(0, "dispatch\nMXFP8, same plan", MXFP8, 1), (4, "combine\nbf16", BF16, -1)])
 
 
