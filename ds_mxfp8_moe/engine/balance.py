@@ -13,10 +13,12 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from ..layers.choices import correction_bias
+from ..layers.choices import NO_TOPK, correction_bias
 from ..layers.experts import ExpertBlock
 from ..layers.padding import PaddingMask
+from ..layers.say import print_on_rank_0
 from ..transport.deadline import deadline_for
+from .convert import folded
 
 
 def bias_of(layer: ExpertBlock) -> torch.Tensor:
@@ -41,7 +43,7 @@ class LoadBalancer:
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[ExpertBlock], coeff: float):
-        self.layers, self.coeff = list(layers), coeff
+        self.layers, self.coeff, self._said = list(layers), coeff, False
         self._padding = PaddingMask(model, [layer.experts for layer in self.layers])
         device = torch.device(get_accelerator().current_device_name())
         for layer in self.layers:
@@ -74,3 +76,8 @@ class LoadBalancer:
         for layer, load_E in zip(self.layers, loads.split([layer.num_experts for layer in self.layers]), strict=True):
             bias_of(layer).add_(torch.sign(load_E.mean() - load_E), alpha=self.coeff)
             layer.experts.tokens_per_expert.zero_()
+        unbiased = [layer.experts.mxfp8_settings.name for layer in self.layers if layer.experts.mxfp8_unbiased]
+        if unbiased and not self._said:
+            self._said = True
+            print_on_rank_0(f'mxfp8_moe: WARNING: "load_balance_coeff" has no effect on {folded(unbiased)}, whose '
+                            f"router {NO_TOPK}")

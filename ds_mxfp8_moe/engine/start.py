@@ -5,6 +5,7 @@ Importing this module makes engines say so if their config has the section and n
 """
 
 import atexit
+import gc
 import inspect
 import logging
 import os
@@ -15,6 +16,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import deepspeed
+import deepspeed.comm as dist
 import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -146,8 +148,7 @@ def _reading_the_section(plain: Callable, engine: DeepSpeedEngine, *args, **kwar
 
 
 def _reminding(plain: Callable, engine: DeepSpeedEngine, *args, **kwargs) -> None:
-    """The engine's start. Then `convert` finds the engine of its model. If nobody has read the section, the first
-    forward warns, or the start's own error ends with the warning."""
+    """The engine's start, and `_follow`. If nobody reads the section, an error of the start ends with the warning."""
     if _READ.get():
         _become(engine, _config_of(inspect.signature(plain).bind(engine, *args, **kwargs).arguments))
     try:
@@ -157,6 +158,11 @@ def _reminding(plain: Callable, engine: DeepSpeedEngine, *args, **kwargs) -> Non
         if not _READ.get() and _switched_on(_config_of(given)):
             error.add_note(UNREAD)
         raise
+    _follow(engine)
+
+
+def _follow(engine: DeepSpeedEngine) -> None:
+    """`convert` finds the engine of its model. The first forward warns, if nobody reads the section until then."""
     remember_engine(engine)
     if _switched_on(engine._config._param_dict):
         engine._mxfp8_moe_reminder = engine.module.register_forward_pre_hook(lambda module, inputs: _remind(engine))
@@ -209,3 +215,7 @@ def _given_config(given: dict) -> Any:
 
 
 wrap(DeepSpeedEngine, "__init__", _reminding)
+if dist.is_initialized():  # there may be engines that were made before this import
+    for one in gc.get_objects():
+        if issubclass(type(one), DeepSpeedEngine) and hasattr(one, "module"):  # or else it is being made
+            _follow(one)

@@ -22,7 +22,6 @@ from torch.overrides import TorchFunctionMode
 
 from ..transport.deadline import tell_peers_on_error
 from .routes import Turn, is_recomputed
-from .say import print_on_rank_0
 
 CHANGES = "changes the choice that torch.topk gives it"
 NO_TOPK = "does not choose by torch.topk over the scores of its experts"
@@ -111,10 +110,8 @@ class Choice(TorchFunctionMode):
                 raise RuntimeError(f"replay_routes: {name} chooses {expert_TK.shape[1]} experts for a token, and the "
                                    f"routes have {chosen_TK.shape[1]}")
             self._experts.mxfp8_routes.check(expert_TK, chosen_TK, CHANGES if answered else NO_TOPK)
-        elif self._bias_E is not None and not answered and not self._experts.mxfp8_unbiased:
+        elif self._bias_E is not None and not answered:
             self._experts.mxfp8_unbiased = True
-            print_on_rank_0(f'mxfp8_moe: WARNING: "load_balance_coeff" has no effect on {name}: its router '
-                            f"{NO_TOPK}")
 
 
 def correction_bias(block: nn.Module) -> tuple[nn.Module, str] | None:

@@ -55,7 +55,7 @@ class MXFP8Experts(nn.Module):
     mxfp8_samples: list | None = None  # engine/metrics.py
     mxfp8_routes: LayerRoutes | None = None
     mxfp8_choice: Choice | None = None  # of the block's forward that runs now
-    mxfp8_unbiased: bool = False  # whether a line said that the router asks for no bias
+    mxfp8_unbiased: bool = False  # whether the router ignored a bias of `load_balance_coeff`
     mxfp8_padding: PaddingMask | None = None
 
     @torch.compiler.disable  # the host decides sizes in it

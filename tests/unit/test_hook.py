@@ -90,6 +90,20 @@ def test_a_variable_switches_the_hook_off():
     passed(run(ARM + "assert hook._Finder not in sys.meta_path", DS_MXFP8_MOE_AUTO="0"))
 
 
+def test_an_import_after_an_engine_was_made_says_what_it_missed():
+    said = passed(run("""
+import deepspeed, torch
+engines = []
+for more in ({"mxfp8_moe": {"enabled": True}}, {}):
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+    engines += [deepspeed.initialize(model=torch.nn.Linear(8, 8), config=config | more)[0]]
+import ds_mxfp8_moe
+for engine in engines * 2:
+    engine(torch.ones(1, 8))
+""", DS_MXFP8_MOE_AUTO="0"))
+    assert said.count("but nothing read it") == 1
+
+
 def test_importing_deepspeed_imports_nothing_of_the_package():
     passed(run(ARM + """
 import deepspeed

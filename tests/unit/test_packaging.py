@@ -113,6 +113,7 @@ def test_installing_it_arms_the_hook_and_imports_nothing(dist, tmp_path):
     wheel, = dist.glob("*.whl")
     run("-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", tmp_path, wheel, cwd=tmp_path)
     assert run("-c", HOOKED, cwd=tmp_path, path=tmp_path) == "armed\n"
+    assert not list(tmp_path.rglob("*.pth"))  # every Python of the environment would run it at its start
     assert "[OKAY] armed" in run("-m", "ds_mxfp8_moe.report", cwd=tmp_path, path=tmp_path)
 
 
