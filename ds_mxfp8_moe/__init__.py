@@ -12,10 +12,9 @@ with importing():
     from .engine.convert import ConversionReport
     from .engine.replay import padded_routes, record_routes, replay_routes
     from .engine.start import enable, initialize
-    from .layers.classic import MoE
     from .layers.registries import register
     from .transport.deadline import PeerFailure
 
-__all__ = ["ConfigError", "ConversionReport", "MXFP8MoEConfig", "MoE", "PeerFailure", "convert", "enable",
+__all__ = ["ConfigError", "ConversionReport", "MXFP8MoEConfig", "PeerFailure", "convert", "enable",
            "export_weights", "from_pretrained", "initialize", "padded_routes", "record_routes", "register",
            "replay_routes", "save_pretrained"]

@@ -49,7 +49,6 @@ FEATURES = {
     "FP8 experts": "transformers' FP8 experts are not converted",
     "from_pretrained": "models load by transformers alone",
     "own optimizer": "an optimizer of your own needs expert groups, and experts must be trained",
-    "compiled models": "layers of a model that torch.compile returned have other names: call engine.compile() instead",
     "batch_gradients": "DeepSpeed handles each parameter's gradient by itself",
     "steps": "errors of exchanges that the host did not wait for come one step late; experts are not balanced, "
              "\"metrics\" has no effect, no line names the first NaN, and only \"keep_quantized_weights\": true keeps "
@@ -102,7 +101,7 @@ NAMES = tuple(Row(*row) for row in (
     ("classic layers", "deepspeed.moe.layer:MoE", ".deepspeed_moe .enable_expert_tensor_parallelism"),
     ("classic layers", "deepspeed.moe.sharded_moe:MOELayer",
      "forward(self, input, kwargs) .ep_group .ep_size .exp_counts .experts .gate .l_aux .num_local_experts "
-     ".time_falltoall .time_moe .time_salltoall .timers .use_tutel .wall_clock_breakdown"),
+     ".use_tutel"),
     ("classic layers", "deepspeed.moe.sharded_moe:TopKGate",
      "forward(self, input, used_token, ...) .drop_tokens .k .min_capacity .wg"),
     ("classic layers", "deepspeed.moe.experts:Experts", ".deepspeed_experts"),
@@ -153,9 +152,6 @@ NAMES = tuple(Row(*row) for row in (
      "_configure_bf16_optimizer(self, optimizer) _configure_optimizer(self, client_optimizer, model_parameters) "
      "zero_optimization_stage .has_moe_layers"),
     ("own optimizer", "torch.optim.lr_scheduler:LRScheduler", "._opt_called"),
-
-    ("compiled models", "torch._dynamo:OptimizedModule", "._orig_mod .dynamo_ctx"),
-    ("compiled models", "torch.nn:Module", "_call_impl _compiled_call_impl"),
 
     # zero.py rewrites about a third of this class, for which it has to know the rest.
     ("batch_gradients", _ZERO, "DeepSpeedZeroOptimizer#97bb3f8b"),

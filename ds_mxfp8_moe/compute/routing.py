@@ -33,14 +33,7 @@ def count(expert: torch.Tensor, num_experts: int) -> torch.Tensor:
     return counts[:num_experts]
 
 
-def round_robin(routes: Routes, scores_TE: torch.Tensor | None = None) -> Routes:
-    """Even routing for benchmarks (`force_load_balance`): choice i of all T*K goes to expert i mod E.
-
-    Args:
-        scores_TE: float32 [T, E], the router's normalised scores, differentiable. Each choice weighs what the router
-            gave the expert it is now sent to. None: the weights stay where they are.
-    """
+def round_robin(routes: Routes) -> Routes:
+    """Even routing for benchmarks (`force_load_balance`): choice i of all T*K goes to expert i mod E, weights stay."""
     expert_TK = torch.arange(routes.expert_TK.numel(), device=routes.expert_TK.device) % routes.num_experts
-    expert_TK = expert_TK.view_as(routes.expert_TK)
-    weight_TK = routes.weight_TK if scores_TE is None else scores_TE.gather(1, expert_TK).float()
-    return replace(routes, expert_TK=expert_TK, weight_TK=weight_TK)
+    return replace(routes, expert_TK=expert_TK.view_as(routes.expert_TK))

@@ -24,10 +24,10 @@ from ..config import ConfigError, MXFP8MoEConfig, Recipe, current_device, resolv
 from ..ffn.expert_ffn import unquantized
 from ..layers.activation_proof import activation_of
 from ..layers.adapters import adapted_parts
-from ..layers.classic import LayerSettings, MoE, MXFP8MOELayer
+from ..layers.classic import LayerSettings, MXFP8MOELayer
 from ..layers.experts import ExpertBlock, MXFP8Experts
 from ..layers.frozen_experts import frozen_layers, frozen_of
-from ..layers.recognise import ExpertsAtConversion, foreign_code, recognise
+from ..layers.recognise import foreign_code, recognise
 from ..layers.stacked import shape_of
 from ..ops.private_names import missing
 
@@ -156,7 +156,6 @@ def convert_layers(model: torch.nn.Module, config: MXFP8MoEConfig, broken: str =
         settings = LayerSettings(name=label, formula=formula, recipe=recipe, config=config,
                                  min_tokens_per_expert=fewest_tokens)
         inner.__class__, inner.mxfp8_settings = MXFP8MOELayer, settings
-        inner.mxfp8_experts = ExpertsAtConversion(inner.experts)
         inner.mxfp8_weights = ExpertWeights(inner.experts.deepspeed_experts, formula)
         detail = f"{_placement(inner)}, {_describe(settings, str(formula))}{_trained(inner)}"
         layers.append(LayerReport(label, kind, True, detail))
@@ -275,14 +274,14 @@ def _refuse_replaced_forward(*modules: torch.nn.Module) -> None:
         raise NotRecognised("the layer's forward method is replaced on the instance")
 
 
-def _refuse_subclass(module: torch.nn.Module, *classes: type) -> None:
-    if type(module) not in classes:
-        raise NotRecognised(f"its {classes[0].__name__} is a {type(module).__name__}, whose behaviour is unknown")
+def _refuse_subclass(module: torch.nn.Module, kind: type) -> None:
+    if type(module) is not kind:
+        raise NotRecognised(f"its {kind.__name__} is a {type(module).__name__}, whose behaviour is unknown")
 
 
 def _classic_formula(layer: deepspeed_layer.MoE, shared: dict) -> ExpertFormula:
     inner = layer.deepspeed_moe
-    _refuse_subclass(layer, deepspeed_layer.MoE, MoE)
+    _refuse_subclass(layer, deepspeed_layer.MoE)
     _refuse_subclass(inner, MOELayer)
     _refuse_subclass(inner.gate, TopKGate)
     _refuse_subclass(inner.experts, Experts)

@@ -97,7 +97,6 @@ class _Spreading:
     def of(self, model: nn.Module, config: Any) -> "_Spreading":
         """As the constructor of AutoEP."""
         self.model, self.shared = model, shared_parameters(model)
-        self.prefix = ""
         self.holds_mxfp8 = wants_mxfp8(self.config, model)
         return self
 
@@ -180,7 +179,7 @@ class _Spreading:
     def _frozen(self, found: Found, layout: Layout, whole: list[nn.Parameter], ep_size: int,
                 ep_rank: int) -> FrozenWeights | None:
         """The weights of experts that are to be held in MXFP8 alone. None: this block's are not."""
-        held, name = isinstance(found.experts, HeldExperts), f"{self.prefix}{found.moe_module_name}"
+        held, name = isinstance(found.experts, HeldExperts), found.moe_module_name
         if not held and (not self.holds_mxfp8 or not self.config.selects(name) or any(
                 p.requires_grad or size % 32 for p in whole for size in shape_of(p)[1:])):
             return None

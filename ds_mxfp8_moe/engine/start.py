@@ -18,7 +18,6 @@ from typing import Any
 import deepspeed
 import deepspeed.comm as dist
 import torch
-from deepspeed.moe.layer import MoE
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import logger
 
@@ -49,36 +48,19 @@ def initialize(*args, **kwargs) -> tuple:
     If the section is enabled, the model's MoE layers take the MXFP8 path. Otherwise the engine is plain DeepSpeed's. A
     section that is not enabled undoes an earlier `convert`. Without a section, converted layers stay converted.
 
-    A model that torch.compile returned is unwrapped, and the engine's model is compiled in the same way.
-
     Raises:
         ConfigError: the section is wrong (before any collective), or differs between ranks. The model has no weights
             yet, or is in another engine. Or AutoEP does not start with this version of transformers.
     """
     given = inspect.signature(deepspeed.initialize).bind(*args, **kwargs)
     config = parse(_given_config(given.arguments))
-    compiled = _unwrap(given.arguments, config)
     with _preparing(config, given.arguments.get("model")):
         result = deepspeed.initialize(*given.args, **given.kwargs)
-    _finish(result[0], config, compiled)
+    _finish(result[0], config)
     return result
 
 
 initialize.__signature__ = inspect.signature(deepspeed.initialize)
-
-
-def _unwrap(given: dict, config: MXFP8MoEConfig) -> Any:
-    """Puts the plain model in the place of one that torch.compile returned, in which layers have other names.
-
-    Returns:
-        The compiled model. None: the model is not compiled, or its layers are classic, which are found.
-    """
-    model = given.get("model")
-    if not config.enabled or not isinstance(model, torch._dynamo.OptimizedModule) or (
-            any(isinstance(module, MoE) for module in model.modules()) or say_if_missing("compiled models")):
-        return None
-    given["model"] = model._orig_mod
-    return model
 
 
 @contextmanager
@@ -141,10 +123,9 @@ def _reading_the_section(plain: Callable, engine: DeepSpeedEngine, *args, **kwar
         return plain(engine, *args, **kwargs)
     given = inspect.signature(plain).bind(engine, *args, **kwargs)
     config = parse(_config_of(given.arguments))
-    compiled = _unwrap(given.arguments, config)
     with _preparing(config, given.arguments["model"]):
         plain(*given.args, **given.kwargs)
-    _finish(engine, config, compiled)
+    _finish(engine, config)
 
 
 def _reminding(plain: Callable, engine: DeepSpeedEngine, *args, **kwargs) -> None:
@@ -196,11 +177,9 @@ def _stop_reminder(engine: DeepSpeedEngine) -> None:
         hook.remove()
 
 
-def _finish(engine: DeepSpeedEngine, config: MXFP8MoEConfig, compiled: Any) -> None:
+def _finish(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
     _stop_reminder(engine)
     attach(engine, config)
-    if compiled is not None:  # as engine.module.compile(), with the options that `compiled` was made with
-        engine.module._compiled_call_impl = compiled.dynamo_ctx(engine.module._call_impl)
 
 
 def _config_of(given: dict) -> Any:

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drop-in for `deepspeed.moe.layer.MoE`: the same gate and parameters, the exchange and the experts in MXFP8."""
+"""The inner layer of `deepspeed.moe.layer.MoE`: its gate and parameters, exchange and experts in MXFP8."""
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import ReferenceType
 
 import torch
-from deepspeed.moe import layer as deepspeed_layer
 from deepspeed.moe.mappings import drop_tokens, gather_tokens
-from deepspeed.moe.sharded_moe import FIRST_ALLTOALL_TIMER, MOE_TIMER, SECOND_ALLTOALL_TIMER, MOELayer
+from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
@@ -25,7 +23,6 @@ from ..transport import Transport
 from ..transport.choose import choose
 from ..transport.deadline import deadline_for, tell_peers_on_error
 from .patches import lent
-from .recognise import ExpertsAtConversion
 from .watch import watch
 
 
@@ -71,12 +68,10 @@ class LayerSettings:
             return "bf16 for batches of any size"
         return f"bf16 below {self.min_tokens_per_expert:.0f} tokens per expert"
 
-    def ffn(self, layer: Any, x_TH: torch.Tensor, routes: Routes, chosen_E: torch.Tensor | None = None,
-            timed: Callable | None = None) -> ExpertFFN:
+    def ffn(self, layer: Any, x_TH: torch.Tensor, routes: Routes, chosen_E: torch.Tensor | None = None) -> ExpertFFN:
         """The function from tokens to tokens for one forward of the layer that has these settings.
 
         `chosen_E`: choices of each expert, also those that the layer's capacity dropped. None: the layer has none.
-        `timed`: see ExpertFFN.
         """
         transport = self.choose_transport(layer.ep_group if layer.ep_size > 1 else None)
         if layer.mxfp8_samples == [] and layer.training:
@@ -84,8 +79,8 @@ class LayerSettings:
         optimizer = layer.mxfp8_sums and layer.mxfp8_sums()
         kind = ExpertFFN if self.open_formula is None else OpenFFN
         return kind(self.open_formula or self.formula, self.recipe, transport, layer.num_local_experts,
-                    self.min_tokens_per_expert, self.name, timed, layer.mxfp8_kept if layer.training else None,
-                    optimizer and optimizer.sum_of, layer.training)
+                    self.min_tokens_per_expert, self.name, kept=layer.mxfp8_kept if layer.training else None,
+                    sum_of=optimizer and optimizer.sum_of, training=layer.training)
 
     def check_input(self, x: torch.Tensor, experts_dtype: torch.dtype, weights_cast: bool = False) -> None:
         """Raises ValueError or TypeError for hidden states that the layer's experts cannot take.
@@ -102,20 +97,10 @@ class LayerSettings:
                             "them, or enable autocast. Experts must be bfloat16, float16 or float32")
 
 
-class MoE(deepspeed_layer.MoE):
-    """`deepspeed.moe.layer.MoE` whose tokens travel between ranks, and are multiplied, in MXFP8.
-
-    Takes the arguments of the base class and returns the same `(output, l_aux, exp_counts)`. It is plain DeepSpeed
-    until the section "mxfp8_moe" of the DeepSpeed config, or `ds_mxfp8_moe.convert`, converts it. Conversion makes its
-    inner layer, `deepspeed_moe`, an MXFP8MOELayer.
-    """
-
-
 class MXFP8MOELayer(MOELayer):
     """The inner layer of a converted MoE: routes with DeepSpeed's gate, computes with `ExpertFFN`."""
 
     mxfp8_settings: LayerSettings
-    mxfp8_experts: ExpertsAtConversion
     mxfp8_weights: ExpertWeights
     mxfp8_kept: KeptWeights | None = None
     mxfp8_sums: ReferenceType | None = None  # to an optimizer of engine/zero.py
@@ -129,16 +114,14 @@ class MXFP8MOELayer(MOELayer):
         """
         hidden_states, used_token = input[0], input[1] if len(input) > 1 else None
         self._check_input(hidden_states)
-        with self._timed(MOE_TIMER, "time_moe"):
-            x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
-            y_TH = self._compute(x_TH, self._route(x_TH, used_token))
+        x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
+        y_TH = self._compute(x_TH, self._route(x_TH, used_token))
         return y_TH.reshape(hidden_states.shape)
 
     @tell_peers_on_error
     def _check_input(self, x: torch.Tensor) -> None:
-        """Raises an error, before any collective, if the experts cannot take the input or have changed."""
+        """Raises an error, before any collective, if the experts cannot take the input."""
         settings = self.mxfp8_settings
-        self.mxfp8_experts.check(settings.name, self.experts)
         settings.check_input(x, self.mxfp8_weights.dtype)
         if self.ep_size > 1 and self.ep_group is None:
             raise RuntimeError(f"{settings.name}: expert parallelism over {self.ep_size} ranks has no process group "
@@ -151,43 +134,25 @@ class MXFP8MOELayer(MOELayer):
         """DeepSpeed's own gating, bit for bit; sets l_aux and exp_counts."""
         # Where it drops no tokens, DeepSpeed's gate reduces the capacity over the ranks.
         reduces = self.ep_size > 1 and not self.gate.drop_tokens
-        call = self._call_gate_with_deadline if reduces else self._call_gate
-        l_aux, _, num_experts, expert_KT, _, weight_KT, exp_counts = call(x_TH, used_token)
+        where = f"'gate' of {self.mxfp8_settings.name}"
+        # For fewer tokens than its min_capacity, the assert of the top-1 gate would stop this rank. An expert's
+        # capacity is at least the number of tokens either way, so no token is dropped for it.
+        fewest = min(self.gate.min_capacity, x_TH.shape[0]) if self.gate.k == 1 else self.gate.min_capacity
+        with (lent(self.gate, "min_capacity", fewest),
+              deadline_for(self.ep_group, x_TH.device, where) if reduces else nullcontext()):
+            l_aux, _, num_experts, expert_KT, _, weight_KT, exp_counts = self.gate(x_TH, used_token, True, False)
         # A mean over no tokens is NaN. This zero still reaches the gate's weight, so that it gets a gradient.
         self.l_aux = l_aux if x_TH.shape[0] else weight_KT.sum()
         self.exp_counts = exp_counts
         routes = Routes(expert_TK=expert_KT.t().long(), weight_TK=weight_KT.t(), num_experts=num_experts)
         if self.mxfp8_settings.config.force_load_balance:
-            routes = self._balanced(routes, x_TH)
+            routes = round_robin(routes)
             self.exp_counts = routes.counts_E()
         return routes
 
-    def _call_gate(self, x_TH: torch.Tensor, used_token) -> tuple:
-        num_tokens = x_TH.shape[0]
-        if self.gate.k != 1 or num_tokens >= self.gate.min_capacity:
-            return self.gate(x_TH, used_token, True, False)
-        # For fewer tokens than its min_capacity, the assert of the top-1 gate would stop this rank. An expert's
-        # capacity is at least the number of tokens either way, so no token is dropped for it.
-        with lent(self.gate, "min_capacity", num_tokens):
-            return self.gate(x_TH, used_token, True, False)
-
-    @torch.compiler.disable(reason="waits for peers with a deadline")
-    def _call_gate_with_deadline(self, x_TH: torch.Tensor, used_token) -> tuple:
-        with deadline_for(self.ep_group, x_TH.device, f"'gate' of {self.mxfp8_settings.name}"):
-            return self._call_gate(x_TH, used_token)
-
-    def _balanced(self, routes: Routes, x_TH: torch.Tensor) -> Routes:
-        scores_TE = torch.nn.functional.linear(x_TH.float(), self.gate.wg.weight.float()).softmax(dim=1)
-        routes = round_robin(routes, scores_TE)
-        if self.gate.k == 1:  # DeepSpeed's top-1 weighs with the probability itself
-            return routes
-        total_T1 = routes.weight_TK.sum(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float32).eps)
-        return replace(routes, weight_TK=routes.weight_TK / total_T1)
-
     def _compute(self, x_TH: torch.Tensor, routes: Routes) -> torch.Tensor:
         settings = self.mxfp8_settings
-        ffn = settings.ffn(self, x_TH, routes, self.exp_counts,
-                           self._timed_exchange if self.wall_clock_breakdown else None)
+        ffn = settings.ffn(self, x_TH, routes, self.exp_counts)
         weights = self.mxfp8_weights.current()
         tensor_parallel = bwc_tensor_model_parallel_world_size(groups.mpu)
         if tensor_parallel == 1:
@@ -200,21 +165,3 @@ class MXFP8MOELayer(MOELayer):
         expert_TK = drop_tokens(pad(routes.expert_TK, (0, 0, 0, share), value=-1), dim=0)
         part = Routes(expert_TK=expert_TK, weight_TK=weight_TK, num_experts=routes.num_experts)
         return gather_tokens(ffn(x_TH, part, weights), dim=0)[:T]
-
-    def _timed_exchange(self, phase: str):
-        timer, field = {"dispatch": (FIRST_ALLTOALL_TIMER, "time_falltoall"),
-                        "combine": (SECOND_ALLTOALL_TIMER, "time_salltoall")}[phase]
-        return self._timed(timer, field)
-
-    @contextmanager
-    def _timed(self, timer: str, field: str) -> Iterator[None]:
-        """Fills DeepSpeed's wall clock breakdown, where it is switched on."""
-        if not self.wall_clock_breakdown:
-            yield
-            return
-        self.timers(timer).start()
-        try:
-            yield
-        finally:  # activation checkpointing ends a recomputation early by an exception
-            self.timers(timer).stop()
-            setattr(self, field, self.timers(timer).elapsed(reset=False))

@@ -269,22 +269,6 @@ def test_experts_that_become_tensor_parallel_after_conversion_are_an_error(ranks
     ranks4.run(convert_before_the_groups_are_known)
 
 
-def time_a_step(section):
-    layout = Layout(config={"wall_clock_breakdown": True}, steps=2)
-    engine = make_engine(layout, section)
-    train_steps(engine, layout)
-    inner = [block.moe.deepspeed_moe for block in engine.module.blocks]
-    assert engine.moe_layers == inner and engine.gate_modules == [layer.gate for layer in inner]
-    return [(layer.gate.gate_time, layer.time_falltoall, layer.time_salltoall, layer.time_moe) for layer in inner]
-
-
-def test_wall_clock_breakdown_is_filled(ranks2):
-    for layers in ranks2.run(time_a_step, DEFAULT):
-        for gate, first, second, whole in layers:
-            assert gate > 0 and first > 0 and second > 0
-            assert gate + first + second <= whole
-
-
 def train_compiled(compiled, section):
     layout = Layout()
     engine = make_engine(layout, section)

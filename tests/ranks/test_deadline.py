@@ -14,6 +14,7 @@ from unittest import mock
 import deepspeed.comm as dist
 import pytest
 import torch
+from deepspeed.moe.layer import MoE
 from rank_pool import RankFailure, set_timeout
 from slow import slow_except
 from torch.distributed import distributed_c10d as c10d
@@ -129,7 +130,7 @@ def test_a_group_gets_deepspeeds_timeout_and_the_store_is_left_alone(ranks3):
 
 def layer_with_deadline(**keys):
     group_with_deadline()
-    layer = ds_mxfp8_moe.MoE(32, EXPERT, 3, ep_size=3, **keys)
+    layer = MoE(32, EXPERT, 3, ep_size=3, **keys)
     ds_mxfp8_moe.convert(layer, MXFP8MoEConfig(enabled=True, transport="collective"))  # else the choice comes first
     layer.set_deepspeed_parallelism()
     return layer
@@ -317,7 +318,7 @@ def test_a_killed_rank_is_named(ranks3, rank):
 
 
 def test_an_error_without_process_groups_is_raised_as_it_is():
-    layer = ds_mxfp8_moe.MoE(32, EXPERT, 2)
+    layer = MoE(32, EXPERT, 2)
     ds_mxfp8_moe.convert(layer, MXFP8MoEConfig(enabled=True))
     with pytest.raises(ValueError, match="expected a last axis of 32"):
         layer.deepspeed_moe._check_input(torch.ones(4, 64))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from autoep_models import batch, ds_config, model, train_engine
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.moe.layer import MoE
 from models import Layout, SwiGLU, make_engine
 from slow import slow_except
 from test_lora import with_adapters
@@ -353,7 +354,7 @@ class Classic(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.first = torch.nn.Linear(128, 128)
-        self.moe = ds_mxfp8_moe.MoE(128, SwiGLU(128, 256), 4, 2)
+        self.moe = MoE(128, SwiGLU(128, 256), 4, 2)
 
     def forward(self, x):
         return self.moe(self.first(x))[0].float().mean()

@@ -2,7 +2,6 @@
 """The drop-in against plain DeepSpeed: same gate to the bit, same results to the recipe's noise, odd use."""
 
 import copy
-import inspect
 from functools import partial
 from unittest import mock
 
@@ -307,29 +306,6 @@ def only_one_rank_wants_a_gradient():
 
 def test_what_one_rank_differentiates_does_not_decide_what_all_exchange(ranks2):
     assert ranks2.run(only_one_rank_wants_a_gradient) == [True, True]
-
-
-def direct(keys):
-    model = make(cls=ds_mxfp8_moe.MoE, **keys)
-    assert type(model.moe.deepspeed_moe).__name__ == "MOELayer"  # plain until it is converted
-    plain = make(**keys)
-    a, b = step(plain, tokens()), step(model, tokens())
-    assert list(a) == list(b)
-    assert all(torch.equal(a[name], b[name]) for name in a)
-    state = model.state_dict()
-    ds_mxfp8_moe.convert(model)
-    assert type(model.moe.deepspeed_moe).__name__ == "MXFP8MOELayer"
-    assert list(model.state_dict()) == list(plain.state_dict()) == list(state)
-    assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
-
-
-@pytest.mark.parametrize("name", ["k1-rsample", "k2", "k4-all", "residual"])
-def test_direct_construction_without_the_flag_is_plain_deepspeed_to_the_bit(ranks2, name):
-    ranks2.run(direct, GATES[name])
-
-
-def test_the_signature_is_deepspeeds():
-    assert inspect.signature(ds_mxfp8_moe.MoE) == inspect.signature(PlainMoE)
 
 
 def converted_otherwise(section):
