@@ -28,7 +28,7 @@ def pytest_addoption(parser):
 def pool_of(world_size: int, scope: str = "session"):
     @pytest.fixture(scope=scope)
     def fixture():
-        from rank_pool import RankPool
+        from tests.support.rank_pool import RankPool
         pool = RankPool(world_size)
         yield pool
         pool.close()
@@ -45,7 +45,8 @@ def one_rank():
     """A group of this process alone: layers can run without a launcher."""
     import deepspeed
     import torch
-    from rank_pool import free_port
+
+    from tests.support.rank_pool import free_port
     with pytest.MonkeyPatch.context() as patch:
         for key, value in dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, MASTER_ADDR="127.0.0.1",
                                MASTER_PORT=free_port()).items():
@@ -59,5 +60,5 @@ def one_rank():
 @pytest.fixture(scope="session")
 def interpreter():
     """Runs a function in the process of Triton's interpreter."""
-    from interpreter import interpreter_process
+    from tests.support.interpreter import interpreter_process
     yield from interpreter_process()

@@ -8,10 +8,8 @@ noticed.
 
 from unittest import mock
 
-import emulator
 import pytest
 import torch.distributed as dist
-from benchmark_runs import run_script
 
 from ds_mxfp8_moe.all_to_all import AllToAll
 from ds_mxfp8_moe.transport.collective import Collective
@@ -19,6 +17,8 @@ from ds_mxfp8_moe.transport.peer_memory import PeerMemory
 from exchange import dispatch_combine, ep_pipeline, latency, moe_layer
 from kernels import expert_ffn, grouped_gemm, host, quantize
 from lib import world
+from tests.support import emulator
+from tests.support.benchmark_runs import run_script
 from training import replay_cost, step_parts, train, whole_model
 
 pytestmark = pytest.mark.slow

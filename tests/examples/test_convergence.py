@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from benchmark_runs import run_script
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.utils import safe_get_full_fp32_param
 
 from ds_mxfp8_moe.compute import mx
 from lib import paired
+from tests.support.benchmark_runs import run_script
 from training import convergence, convergence_results
 from training.convergence import BF16, NUDGED, RECIPES, YARDSTICK, Run
 

@@ -9,7 +9,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from rank_pool import RankFailure
+
+from tests.support.rank_pool import RankFailure
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples/gpt_moe"))

@@ -12,11 +12,11 @@ from unittest import mock
 
 import deepspeed.comm as dist
 import pytest
-from rank_pool import free_port
-from test_launchers import MODEL
 
 from exchange import two_nodes
 from lib import world
+from tests.support.rank_pool import free_port
+from tests.unit.test_launchers import MODEL
 
 pytestmark = pytest.mark.slow
 

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from rank_pool import RankPool
+
+from tests.support.rank_pool import RankPool
 
 GPUS = torch.cuda.device_count()  # the one question that DeepSpeed's accelerator, set to the CPU here, cannot answer
 # Ranks, and whether they share the first GPU.

@@ -3,10 +3,10 @@
 
 import pytest
 import torch
-from activation_cases import ALL, GATED_ONLY, problem, run_biases, run_case, run_no_rows
 
 from ds_mxfp8_moe.compute.activation import Gradients
 from ds_mxfp8_moe.compute.formula import Activation
+from tests.support.activation_cases import ALL, GATED_ONLY, problem, run_biases, run_case, run_no_rows
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 ENDS = (128, 128, 640, 1024, 1024, 1536)

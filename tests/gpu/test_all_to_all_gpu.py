@@ -4,17 +4,17 @@
 import random
 from functools import cache
 
-import all_to_all_cases as cases
 import deepspeed.comm as dist
 import pytest
 import torch
 import torch.distributed
-from all_to_all_cases import BF16, CASES, FP16, Call, Case
-from capture import capture
 
 from ds_mxfp8_moe.all_to_all import AllToAll
 from ds_mxfp8_moe.ops.op_builder.nvlink import try_load
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
+from tests.gpu.capture import capture
+from tests.support import all_to_all_cases as cases
+from tests.support.all_to_all_cases import BF16, CASES, FP16, Call, Case
 
 FIRST_EPOCH = 2**32 - 24  # wraps within the first cases
 SECONDS = 240.0  # of a case: the first one builds the extension

@@ -10,21 +10,21 @@ from datetime import timedelta
 from functools import cache
 from unittest import mock
 
-import all_to_all_cases as cases
 import deepspeed.comm as dist
 import pytest
-import test_all_to_all_gpu as peers
 import torch
 import torch.distributed
-from all_to_all_cases import CASES, Call, Case
-from rank_pool import set_timeout
-from test_all_to_all_gpu import BIG_CASES, REPLAYED, SECONDS, none_wrong
-from test_hierarchical_gpu import NVSHMEM
 
 from ds_mxfp8_moe.all_to_all import AllToAll
 from ds_mxfp8_moe.transport import nvshmem
 from ds_mxfp8_moe.transport.deadline import GRACE_SECONDS, PeerFailure
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
+from tests.gpu import test_all_to_all_gpu as peers
+from tests.gpu.test_all_to_all_gpu import BIG_CASES, REPLAYED, SECONDS, none_wrong
+from tests.gpu.test_hierarchical_gpu import NVSHMEM
+from tests.support import all_to_all_cases as cases
+from tests.support.all_to_all_cases import CASES, Call, Case
+from tests.support.rank_pool import set_timeout
 
 DEADLINE = timedelta(seconds=12)
 

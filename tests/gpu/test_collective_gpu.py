@@ -8,12 +8,12 @@ from datetime import timedelta
 import deepspeed.comm as dist
 import pytest
 import torch
-from rank_pool import set_timeout
 
 from ds_mxfp8_moe.compute.mx import MXTensor
 from ds_mxfp8_moe.transport import Wire
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.deadline import GRACE_SECONDS, PeerFailure, tell_peers_on_error
+from tests.support.rank_pool import set_timeout
 
 DEADLINE = timedelta(seconds=12)
 WIRE = Wire(mxfp8=True, block_size=32, scaling_mode="rceil")

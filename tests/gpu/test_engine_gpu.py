@@ -3,9 +3,9 @@
 
 import pytest
 import torch
-from models import PLAIN, Layout, make_engine, parameters, train_steps
 
 from ds_mxfp8_moe.compute.mx import sqnr_db
+from tests.support.models import PLAIN, Layout, make_engine, parameters, train_steps
 
 MXFP8 = {"enabled": True, "min_tokens_per_expert": 0}
 LAYOUTS = {

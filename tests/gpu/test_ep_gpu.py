@@ -3,7 +3,8 @@
 
 import pytest
 import torch
-from test_ep import KINDS, chain, check_chain
+
+from tests.ranks.test_ep import KINDS, chain, check_chain
 
 
 @pytest.mark.parametrize("block_size", (32, 128))

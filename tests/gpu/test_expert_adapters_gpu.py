@@ -5,11 +5,11 @@ from unittest import mock
 
 import pytest
 import torch
-from test_expert_adapters import check, run
-from test_expert_ffn import RECIPES
 
 from ds_mxfp8_moe.ffn import expert_ffn
 from ds_mxfp8_moe.ops.triton_kernels import recording
+from tests.ranks.test_expert_adapters import check, run
+from tests.ranks.test_expert_ffn import RECIPES
 
 
 @pytest.mark.parametrize("recipe_name", ["bf16", "hp-32", "hp-128", "mxfp8-128", "all-wires-mxfp8"])

@@ -6,9 +6,7 @@ from unittest import mock
 
 import deepspeed.comm as dist
 import pytest
-import test_expert_ffn
 import torch
-from test_expert_ffn import FORMULAS, RECIPES, formula, problem, run_layer, transport
 from triton.runtime.jit import JITFunction
 
 from ds_mxfp8_moe.compute import grouped_gemm
@@ -18,6 +16,8 @@ from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.ops.triton_kernels import recording
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.local import Local, LocalPlan
+from tests.ranks import test_expert_ffn
+from tests.ranks.test_expert_ffn import FORMULAS, RECIPES, formula, problem, run_layer, transport
 
 
 def check(ranks, recipe, name, least=45, **kwargs):

@@ -3,9 +3,10 @@
 
 import pytest
 import torch
-from test_exporting import MULTIPLIED, check_files, saved, saved_with_its_loss
-from test_pretrained import HELD_OUT, batch
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+from tests.ranks.test_exporting import MULTIPLIED, check_files, saved, saved_with_its_loss
+from tests.ranks.test_pretrained import HELD_OUT, batch
 
 
 @pytest.mark.parametrize("combinations", [((1, 2), (3, 2), (2, 1))])

@@ -5,8 +5,6 @@ from unittest import mock
 
 import pytest
 import torch
-from test_expert_ffn import RECIPES
-from test_frozen_experts import calls
 
 from ds_mxfp8_moe.compute.formula import ExpertFormula
 from ds_mxfp8_moe.compute.routing import Routes
@@ -15,6 +13,8 @@ from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.ffn.frozen_weights import FrozenWeights
 from ds_mxfp8_moe.ops.triton_kernels import recording
 from ds_mxfp8_moe.transport.local import Local
+from tests.ranks.test_expert_ffn import RECIPES
+from tests.ranks.test_frozen_experts import calls
 
 
 @pytest.mark.parametrize("routing, tokens", [("random", 50), ("one-expert", 50), ("nowhere", 50), ("random", 0)])

@@ -4,7 +4,9 @@
 from functools import partial
 
 import pytest
-from graph_cases import (
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tests.support.graph_cases import (
     BF16,
     SLIDING,
     both,
@@ -18,7 +20,6 @@ from graph_cases import (
     thrown_away,
     uneven,
 )
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 SIZES = {"hidden_size": 256, "moe_intermediate_size": 128}
 

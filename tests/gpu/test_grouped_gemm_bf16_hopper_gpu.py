@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Gluon grouped GEMM of 16-bit operands against float64 products, with weights lying in memory in many ways."""
 
-import conformance
 import pytest
 import torch
-from test_grouped_gemm_hopper_gpu import pytestmark, relative  # noqa: F401
+
+from tests.gpu.test_grouped_gemm_hopper_gpu import pytestmark, relative  # noqa: F401
+from tests.support import conformance
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 E = 4

@@ -4,9 +4,9 @@ shared memory for that in two stages."""
 
 import pytest
 import torch
-from test_grouped_gemm_blackwell import FORMATS, SIZES, check_grouped_mm, check_wgrad
 
 from ds_mxfp8_moe.ops.triton_kernels import grouped_gemm_blackwell
+from tests.kernels.test_grouped_gemm_blackwell import FORMATS, SIZES, check_grouped_mm, check_wgrad
 
 SKEWED = (2048, 0, 128, 0, 0, 384, 128, 0)
 

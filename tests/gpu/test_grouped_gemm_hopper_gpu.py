@@ -6,11 +6,11 @@ from unittest import mock
 
 import pytest
 import torch
-from reference_moe import tiled_rows
 
 from ds_mxfp8_moe.compute.grouped_gemm import grouped_mm_wgrad_rows
 from ds_mxfp8_moe.compute.mx import MXTensor, parts_of, quantize, quantize_tiles
 from ds_mxfp8_moe.compute.sums import Sum, goal_of
+from tests.support.reference_moe import tiled_rows
 
 pytestmark = pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0) if torch.cuda.is_available() else True,
                                 reason="the kernels are Hopper's own")

@@ -2,8 +2,9 @@
 """The code of the guides, on GPUs."""
 
 import pytest
-import test_guide_code as guides
 import torch
+
+from tests.ranks import test_guide_code as guides
 
 
 @pytest.mark.parametrize("guide", [guides.quick_start, guides.classic, guides.trainer, guides.accelerate, guides.lora,

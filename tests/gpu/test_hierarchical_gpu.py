@@ -17,10 +17,6 @@ from functools import cache
 import deepspeed.comm as dist
 import pytest
 import torch
-from conformance import HARD, MX32, PROBLEMS, Problem, check, without_an_empty_rank
-from models import PLAIN, Layout
-from rank_pool import set_timeout
-from test_hierarchical_layers import FLAT, TWO_HOPS, classic
 
 from ds_mxfp8_moe.config import MXFP8MoEConfig
 from ds_mxfp8_moe.ops.op_builder.nvlink import try_load
@@ -31,6 +27,10 @@ from ds_mxfp8_moe.transport.hierarchical import Hierarchical
 from ds_mxfp8_moe.transport.hops import Hops
 from ds_mxfp8_moe.transport.nvshmem import NVSHMEMWire
 from ds_mxfp8_moe.transport.wires import PeerWire
+from tests.ranks.test_hierarchical_layers import FLAT, TWO_HOPS, classic
+from tests.support.conformance import HARD, MX32, PROBLEMS, Problem, check, without_an_empty_rank
+from tests.support.models import PLAIN, Layout
+from tests.support.rank_pool import set_timeout
 
 DEADLINE = timedelta(seconds=12)
 CYCLES_PER_MS = 2_000_000

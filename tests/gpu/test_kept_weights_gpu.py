@@ -5,15 +5,15 @@ from itertools import chain
 
 import pytest
 import torch
-from capture import capture
-from test_expert_ffn import RECIPES, formula, problem
-from test_kept_weights import calls, counted, equal, parameters_of
 
 from ds_mxfp8_moe.compute.routing import Routes
 from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.ffn.kept_weights import KeptWeights
 from ds_mxfp8_moe.ops.triton_kernels import recording
 from ds_mxfp8_moe.transport.local import Local
+from tests.gpu.capture import capture
+from tests.ranks.test_expert_ffn import RECIPES, formula, problem
+from tests.ranks.test_kept_weights import calls, counted, equal, parameters_of
 
 
 def weights_there(name):

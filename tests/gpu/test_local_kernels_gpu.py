@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from local_cases import ONE_RANK, check_local
-from permute_cases import WIRES, Problem
+
+from tests.support.local_cases import ONE_RANK, check_local
+from tests.support.permute_cases import WIRES, Problem
 
 
 @pytest.mark.parametrize("name", ONE_RANK)

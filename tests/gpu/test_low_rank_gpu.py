@@ -3,9 +3,9 @@
 
 import pytest
 import torch
-from low_rank_cases import BF16, run_case, run_no_rows
 
 from ds_mxfp8_moe.ops.triton_kernels import low_rank
+from tests.support.low_rank_cases import BF16, run_case, run_no_rows
 
 ENDS = (128, 128, 640, 1024, 1024, 1536)
 

@@ -3,9 +3,9 @@
 
 import pytest
 import torch
-from merge_cases import run_plain, run_tiles
 
 from ds_mxfp8_moe.compute.merging import merge_update
+from tests.support.merge_cases import run_plain, run_tiles
 
 
 @pytest.mark.parametrize("rank, dtype", [(1, torch.bfloat16), (9, torch.float32), (16, torch.bfloat16)], ids=str)

@@ -4,9 +4,10 @@
 import time
 
 import torch
-from autoep_models import autoep_layers, engine
-from test_metrics import monitor, written
 from torch.profiler import ProfilerActivity, profile
+
+from tests.ranks.test_metrics import monitor, written
+from tests.support.autoep_models import autoep_layers, engine
 
 EVERY, STEPS = 6, 8
 CONFIG = {"bf16": {"enabled": True}, "optimizer": {"type": "SGD", "params": {"lr": 0.2}}}

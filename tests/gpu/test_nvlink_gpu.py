@@ -18,16 +18,9 @@ from datetime import timedelta
 from functools import cache
 
 import deepspeed.comm as dist
-import nvlink_cases as cases
 import pytest
 import torch
 import torch.distributed
-from capture import capture
-from conformance import MX32, MX128, OF_KERNELS, PLAIN, PROBLEMS, Problem, check, expected, on_device, same, until
-from nvlink_cases import NAME, layer
-from rank_pool import set_timeout
-from test_expert_ffn import RECIPES, formula, make_routes
-from test_expert_ffn import problem as ffn_problem
 
 from ds_mxfp8_moe.compute.routing import Routes
 from ds_mxfp8_moe.config import MXFP8MoEConfig
@@ -38,6 +31,25 @@ from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.deadline import GRACE_SECONDS, PeerFailure
 from ds_mxfp8_moe.transport.nvlink import NVLink
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
+from tests.gpu.capture import capture
+from tests.ranks.test_expert_ffn import RECIPES, formula, make_routes
+from tests.ranks.test_expert_ffn import problem as ffn_problem
+from tests.support import nvlink_cases as cases
+from tests.support.conformance import (
+    MX32,
+    MX128,
+    OF_KERNELS,
+    PLAIN,
+    PROBLEMS,
+    Problem,
+    check,
+    expected,
+    on_device,
+    same,
+    until,
+)
+from tests.support.nvlink_cases import NAME, layer
+from tests.support.rank_pool import set_timeout
 
 BF16, FP32 = torch.bfloat16, torch.float32
 FIRST_EPOCH = 2**32 - 24  # wraps within the first cases

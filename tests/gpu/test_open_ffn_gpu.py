@@ -3,14 +3,14 @@
 
 import deepspeed.comm as dist
 import pytest
-import test_open_ffn
 import torch
-from test_expert_ffn import RECIPES, problem, transport
-from test_open_ffn import LEAST, Model, flat
 
 from ds_mxfp8_moe.compute.routing import Routes
 from ds_mxfp8_moe.ffn.open_ffn import OpenFFN
 from ds_mxfp8_moe.transport.collective import Collective
+from tests.ranks import test_open_ffn
+from tests.ranks.test_expert_ffn import RECIPES, problem, transport
+from tests.ranks.test_open_ffn import LEAST, Model, flat
 
 
 def check(ranks, recipe_name, case, least, **kwargs):

@@ -4,10 +4,10 @@
 
 import pytest
 import torch
-from permute_cases import MX32, PLAIN, PROBLEMS, WIRES, Problem, bits, check_exchange
 
 from ds_mxfp8_moe.ops.triton_kernels import local, permute
 from ds_mxfp8_moe.transport.local import Local
+from tests.support.permute_cases import MX32, PLAIN, PROBLEMS, WIRES, Problem, bits, check_exchange
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -10,7 +10,12 @@ from multiprocessing import get_context
 
 import pytest
 import torch
-from quantize_cases import (
+
+from ds_mxfp8_moe.compute import casts, mx
+from ds_mxfp8_moe.compute.executor import executor_for, replayed
+from ds_mxfp8_moe.ops.mx_format import MXParts
+from ds_mxfp8_moe.ops.triton_kernels import quantize as kernels
+from tests.support.quantize_cases import (
     DTYPES,
     run_columns,
     run_empty,
@@ -20,11 +25,6 @@ from quantize_cases import (
     run_weights,
     same,
 )
-
-from ds_mxfp8_moe.compute import casts, mx
-from ds_mxfp8_moe.compute.executor import executor_for, replayed
-from ds_mxfp8_moe.ops.mx_format import MXParts
-from ds_mxfp8_moe.ops.triton_kernels import quantize as kernels
 
 BF16, F16, F32 = DTYPES
 

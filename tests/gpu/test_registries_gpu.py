@@ -3,7 +3,8 @@
 
 import pytest
 import torch
-from test_registries import (
+
+from tests.ranks.test_registries import (
     APART,
     DATA_PARALLEL,
     check_a_rank_without_tokens,

@@ -3,13 +3,12 @@
 
 import deepspeed.comm as dist
 import pytest
-import test_replay
-import test_replay_recompute
-from autoep_models import batch, ds_config
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe import record_routes, replay_routes
 from small_models import small_model
+from tests.ranks import test_replay, test_replay_recompute
+from tests.support.autoep_models import batch, ds_config
 
 MXFP8 = {"enabled": True, "min_tokens_per_expert": 0}
 

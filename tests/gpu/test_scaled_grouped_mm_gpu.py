@@ -2,15 +2,15 @@
 """The scaled grouped GEMM on a GPU: against the CPU, where only the order of sums differs, and against bf16."""
 
 import pytest
-import test_scaled_grouped_mm
 import torch
-from reference_moe import tiled_rows
-from test_scaled_grouped_mm import CASES, ENDS, compiled_and_eager, loop, operands, run
 
 from ds_mxfp8_moe.compute.grouped_gemm import rescales_rows
 from ds_mxfp8_moe.compute.mx import quantize, sqnr_db
 from ds_mxfp8_moe.ep import permute_mxfp8_fwd_hp_bwd, unpermute_hp_fwd_mxfp8_bwd
 from ds_mxfp8_moe.scaled_grouped_mm import _to_mxfp8_then_scaled_grouped_mm
+from tests.support.reference_moe import tiled_rows
+from tests.unit import test_scaled_grouped_mm
+from tests.unit.test_scaled_grouped_mm import CASES, ENDS, compiled_and_eager, loop, operands, run
 
 
 def in_tiles(x, mode):

@@ -7,13 +7,13 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from test_self_check import CASES, CLASSIC, FORMULAS, SPREAD
 
 from ds_mxfp8_moe.config import MXFP8MoEConfig, resolve
 from ds_mxfp8_moe.engine import self_check
 from ds_mxfp8_moe.engine.self_check import Kind, Verdict, small
 from ds_mxfp8_moe.ops.triton_kernels import grouped_gemm_hopper, quantize
 from ds_mxfp8_moe.ops.triton_kernels.launch import Launched
+from tests.unit.test_self_check import CASES, CLASSIC, FORMULAS, SPREAD
 
 GPU = torch.device("cuda")
 

@@ -4,13 +4,13 @@
 import deepspeed.comm as dist
 import pytest
 import torch
-from autoep_models import engine as autoep_engine
-from rank_pool import reset_deepspeed_groups
-from test_sums import BF16, STEPS, expected, forward, step_by_step, trained
-from test_zero import check_equal
 
 from ds_mxfp8_moe.ffn import expert_ffn
 from ds_mxfp8_moe.ops.triton_kernels import recording
+from tests.ranks.test_sums import BF16, STEPS, expected, forward, step_by_step, trained
+from tests.ranks.test_zero import check_equal
+from tests.support.autoep_models import engine as autoep_engine
+from tests.support.rank_pool import reset_deepspeed_groups
 
 WIDE = {"hidden_size": 256, "moe_intermediate_size": 128}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4}, "bf16": {"enabled": False}}

@@ -3,10 +3,10 @@
 
 import pytest
 import torch
-from activation_cases import ALL, GATED_ONLY, run_biases, run_case, run_no_rows
-from slow import slow_except
 
 from ds_mxfp8_moe.compute.activation import _slope, _up_slope
+from tests.support.activation_cases import ALL, GATED_ONLY, run_biases, run_case, run_no_rows
+from tests.support.slow import slow_except
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 RELU, RELU_SQUARED, GELU, GELU_TANH, SILU, SWIGLU_OAI, _, CLAMPED_SILU, _ = ALL

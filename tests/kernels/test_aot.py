@@ -18,10 +18,10 @@ from multiprocessing import get_context
 import pytest
 import torch
 import triton
-from aot import Launch, launches_for
 from triton.runtime.jit import JITFunction
 
 from ds_mxfp8_moe.ops.mx_format import MXParts
+from tests.support.aot import Launch, launches_for
 
 pytestmark = pytest.mark.slow
 PACKAGE = "ds_mxfp8_moe.ops.triton_kernels"

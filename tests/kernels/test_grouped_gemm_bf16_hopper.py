@@ -3,9 +3,9 @@
 
 import pytest
 import torch
-from aot import launches_for
 
 from ds_mxfp8_moe.ops.triton_kernels.grouped_gemm_bf16_hopper import MOST_MATRICES, _placed, grouped_mm_bf16
+from tests.support.aot import launches_for
 
 E, N, K = 4, 64, 96
 

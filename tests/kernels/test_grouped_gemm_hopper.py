@@ -3,10 +3,10 @@
 
 import pytest
 import torch
-from aot import launches_for
 
 from ds_mxfp8_moe.ops.mx_format import MXParts
 from ds_mxfp8_moe.ops.triton_kernels.grouped_gemm_hopper import grouped_mm_mxfp8
+from tests.support.aot import launches_for
 
 E4M3, BYTE = torch.float8_e4m3fn, torch.uint8
 

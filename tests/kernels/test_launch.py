@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import triton
-from aot import _Driver
 from triton import language as tl
 from triton.backends.nvidia import driver as nvidia
 from triton.experimental import gluon
@@ -18,6 +17,7 @@ from ds_mxfp8_moe.ops.triton_kernels.gluon_names import async_store
 from ds_mxfp8_moe.ops.triton_kernels.grouped_gemm_hopper import descriptor
 from ds_mxfp8_moe.ops.triton_kernels.launch import Launched
 from ds_mxfp8_moe.ops.triton_kernels.recording import Recording
+from tests.support.aot import _Driver
 
 STREAM = 7
 

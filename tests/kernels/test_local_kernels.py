@@ -2,8 +2,9 @@
 """ops/triton_kernels/local.py in Triton's interpreter."""
 
 import pytest
-from local_cases import ONE_RANK, check_local
-from slow import slow_except
+
+from tests.support.local_cases import ONE_RANK, check_local
+from tests.support.slow import slow_except
 
 
 @pytest.mark.parametrize("name", slow_except(ONE_RANK, *(name for name in ONE_RANK if "many" not in name)))

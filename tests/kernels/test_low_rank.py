@@ -2,7 +2,8 @@
 """The kernels of adapters' products in Triton's interpreter. test_aot.py compiles them."""
 
 import pytest
-from low_rank_cases import run_case, run_no_rows
+
+from tests.support.low_rank_cases import run_case, run_no_rows
 
 
 @pytest.mark.parametrize("block, W, R, rank_first", [

@@ -3,7 +3,8 @@
 
 import pytest
 import torch
-from merge_cases import run_plain, run_tiles
+
+from tests.support.merge_cases import run_plain, run_tiles
 
 
 @pytest.mark.parametrize("rank, dtype", [(1, torch.bfloat16), (9, torch.float32)], ids=str)

@@ -2,8 +2,9 @@
 """The permute kernels in Triton's interpreter."""
 
 import pytest
-from permute_cases import MX32, MX128, PLAIN, PROBLEMS, Problem, check_exchange
-from slow import slow_except
+
+from tests.support.permute_cases import MX32, MX128, PLAIN, PROBLEMS, Problem, check_exchange
+from tests.support.slow import slow_except
 
 QUICK = ("two ranks, mxfp8", "not contiguous", "not finite", "not finite, plain", "floor", "many blocks",
          "more ranks than choices", "more choices than experts", "nowhere", "no tokens", "float32 answers, mxfp8",

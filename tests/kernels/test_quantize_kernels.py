@@ -3,7 +3,10 @@
 
 import pytest
 import torch
-from quantize_cases import (
+
+from ds_mxfp8_moe.compute import casts, mx
+from ds_mxfp8_moe.ops.triton_kernels import quantize as kernels
+from tests.support.quantize_cases import (
     DTYPES,
     run_columns,
     run_empty,
@@ -12,9 +15,6 @@ from quantize_cases import (
     run_transpose_tiles,
     run_weights,
 )
-
-from ds_mxfp8_moe.compute import casts, mx
-from ds_mxfp8_moe.ops.triton_kernels import quantize as kernels
 
 BF16, F16, F32 = DTYPES
 

@@ -4,19 +4,19 @@
 from types import SimpleNamespace
 from unittest import mock
 
-import all_to_all_cases as cases
 import deepspeed.comm as dist
-import emulator
 import pytest
 import torch
 import torch.distributed
-from all_to_all_cases import CASES, Call, Case
-from slow import slow_except
-from test_nvlink_faults import Refusing
 
 from ds_mxfp8_moe.all_to_all import AllToAll
 from ds_mxfp8_moe.transport.nvlink import NVLink
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
+from tests.ranks.test_nvlink_faults import Refusing
+from tests.support import all_to_all_cases as cases
+from tests.support import emulator
+from tests.support.all_to_all_cases import CASES, Call, Case
+from tests.support.slow import slow_except
 
 CPU = torch.device("cpu")
 SMS = 3  # blocks, of which the emulator may run one at a time

@@ -6,20 +6,20 @@ from functools import cache
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
-import all_to_all_cases as cases
 import deepspeed.comm as dist
-import emulator
 import pytest
 import torch
 import torch.distributed
-from all_to_all_cases import CASES, Call, Case
-from rank_pool import KEPT_GROUPS
-from slow import slow_except
-from test_nvshmem import FAILURES, Library, machine
 
 from ds_mxfp8_moe.all_to_all import AllToAll
 from ds_mxfp8_moe.transport import nvshmem, peer_memory
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
+from tests.ranks.test_nvshmem import FAILURES, Library, machine
+from tests.support import all_to_all_cases as cases
+from tests.support import emulator
+from tests.support.all_to_all_cases import CASES, Call, Case
+from tests.support.rank_pool import KEPT_GROUPS
+from tests.support.slow import slow_except
 
 CPU = torch.device("cpu")
 FIRST_EPOCH = 0xFFFFFFF0  # wraps within the first cases

@@ -9,14 +9,23 @@ import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
-from autoep_models import autoep_layers, batch, converted, ds_config, engine, model, train_engine, weights
 from deepspeed.module_inject import auto_ep
-from rank_pool import set_timeout
-from slow import slow_except
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe import PeerFailure, convert
 from ds_mxfp8_moe.compute.mx import sqnr_db
+from tests.support.autoep_models import (
+    autoep_layers,
+    batch,
+    converted,
+    ds_config,
+    engine,
+    model,
+    train_engine,
+    weights,
+)
+from tests.support.rank_pool import set_timeout
+from tests.support.slow import slow_except
 
 PLAIN = None  # transformers' own experts
 BF16 = {"enabled": True, "recipe": "bf16"}  # in float32 models, this is float32

@@ -6,11 +6,11 @@ from functools import partial
 import deepspeed.comm as dist
 import pytest
 import torch
-from autoep_models import autoep_layers, batch, engine, train_engine, watch_choices
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.engine import balance
 from ds_mxfp8_moe.layers.padding import PaddingMask
+from tests.support.autoep_models import autoep_layers, batch, engine, train_engine, watch_choices
 
 COEFF = 0.01
 SECTION = {"enabled": True, "load_balance_coeff": COEFF}

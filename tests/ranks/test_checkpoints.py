@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import BF16, DEFAULT, PLAIN, Layout, make_engine, owners, state, train_steps
-from rank_pool import reset_deepspeed_groups
-from slow import slow_except
 
 from ds_mxfp8_moe.layers.found import converted_layers
+from tests.support.models import BF16, DEFAULT, PLAIN, Layout, make_engine, owners, state, train_steps
+from tests.support.rank_pool import reset_deepspeed_groups
+from tests.support.slow import slow_except
 
 ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "eps": 1e-4, "torch_adam": True}}}
 OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "zero_force_ds_cpu_optimizer": False}

@@ -12,8 +12,6 @@ from unittest import mock
 import deepspeed.comm as dist
 import pytest
 import torch
-from models import Block, SwiGLU, moe_layer
-from rank_pool import set_timeout
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.config import MXFP8MoEConfig
@@ -25,6 +23,8 @@ from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.deadline import PeerFailure
 from ds_mxfp8_moe.transport.local import Local
 from ds_mxfp8_moe.transport.releases import own_code
+from tests.support.models import Block, SwiGLU, moe_layer
+from tests.support.rank_pool import set_timeout
 
 GOOD = "its ranks share a host, and their GPUs reach each other's memory"
 

@@ -20,12 +20,24 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.utils import groups
-from models import BF16, DEFAULT, OFF, PLAIN, Layout, Net, batch, make_engine, owners, parameters, train_steps
-from rank_pool import reset_deepspeed_groups
-from slow import slow_except
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.compute.mx import sqnr_db
+from tests.support.models import (
+    BF16,
+    DEFAULT,
+    OFF,
+    PLAIN,
+    Layout,
+    Net,
+    batch,
+    make_engine,
+    owners,
+    parameters,
+    train_steps,
+)
+from tests.support.rank_pool import reset_deepspeed_groups
+from tests.support.slow import slow_except
 
 SECTIONS = {"plain": PLAIN, "off": OFF, "bf16": BF16, "default": DEFAULT}
 EVERY_WAY = "zero0", "half-zero2-bf16"

@@ -5,11 +5,11 @@ import accelerate
 import deepspeed.comm as dist
 import pytest
 import torch
-from autoep_models import batch, ds_config, model, train_engine
 from torch import nn
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.layers.stacked import is_concatenated, is_stacked
+from tests.support.autoep_models import batch, ds_config, model, train_engine
 
 SECTION = {"enabled": True, "recipe": "bf16"}
 

@@ -4,10 +4,11 @@
 import deepspeed.comm as dist
 import pytest
 import torch
-from autoep_models import batch, engine
 from deepspeed.moe.utils import is_moe_param
-from models import Layout, make_engine
-from models import batch as classic_batch
+
+from tests.support.autoep_models import batch, engine
+from tests.support.models import Layout, make_engine
+from tests.support.models import batch as classic_batch
 
 CLIP = 1e-3
 SECTION = {"enabled": True, "recipe": "bf16"}

@@ -15,8 +15,6 @@ import deepspeed.comm as dist
 import pytest
 import torch
 from deepspeed.moe.layer import MoE
-from rank_pool import RankFailure, set_timeout
-from slow import slow_except
 from torch.distributed import distributed_c10d as c10d
 
 import ds_mxfp8_moe
@@ -31,6 +29,8 @@ from ds_mxfp8_moe.transport.deadline import (
     set_deadline,
     wait_for_device,
 )
+from tests.support.rank_pool import RankFailure, set_timeout
+from tests.support.slow import slow_except
 
 PLAIN, MX = Wire(False), Wire(True)
 

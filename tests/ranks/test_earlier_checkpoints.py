@@ -4,14 +4,14 @@ a mapping of names, and float32 masters and moments where the order of parameter
 
 import pytest
 import torch
-from autoep_models import model, train_engine
-from slow import slow_except
-from test_spread_checkpoints import MXFP8, PLAIN, build, state, to_universal
 
 from ds_mxfp8_moe.checkpoint.earlier_names import EarlierNames
 from ds_mxfp8_moe.layers.experts import expert_blocks, spread
 from ds_mxfp8_moe.layers.frozen_experts import WEIGHTS
 from ds_mxfp8_moe.layers.stacked import Layout
+from tests.ranks.test_spread_checkpoints import MXFP8, PLAIN, build, state, to_universal
+from tests.support.autoep_models import model, train_engine
+from tests.support.slow import slow_except
 
 # How earlier names begin below `mlp.`, and the block's own. By this order of names, none is the beginning of another.
 RENAMED = {"router.gate.": "gate.", "router.e_score": "gate.e_score"}

@@ -13,15 +13,12 @@ import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
-from autoep_models import converted, ds_config, gathered, model
-from autoep_models import train_engine as train
 from deepspeed import initialize as imported_before
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
-from slow import slow_except
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.checkpoint.saving import MARK
@@ -30,6 +27,9 @@ from ds_mxfp8_moe.layers.classic import MXFP8MOELayer
 from ds_mxfp8_moe.layers.found import converted_layers
 from ds_mxfp8_moe.transport.deadline import answers_of_all
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
+from tests.support.autoep_models import converted, ds_config, gathered, model
+from tests.support.autoep_models import train_engine as train
+from tests.support.slow import slow_except
 
 MXFP8 = {"enabled": True}
 

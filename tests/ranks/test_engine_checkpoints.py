@@ -7,12 +7,12 @@ from unittest import mock
 
 import deepspeed.comm as dist
 import torch
-from autoep_models import engine as autoep_engine
-from autoep_models import train_engine
-from models import Layout, make_engine, state, train_steps
 
 from ds_mxfp8_moe.checkpoint.engine_checkpoints import CheckpointError
 from ds_mxfp8_moe.checkpoint.manifest import MANIFEST, find_damage, read_manifest
+from tests.support.autoep_models import engine as autoep_engine
+from tests.support.autoep_models import train_engine
+from tests.support.models import Layout, make_engine, state, train_steps
 
 LAYOUT = Layout(zero=1, steps=1)
 SCRIPTS = ["zero_to_fp32.py", "zero_to_torch.py"]

@@ -15,13 +15,9 @@ import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
-from autoep_models import ds_config, model
-from autoep_models import train_engine as train
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import logger
-from models import SwiGLU
-from test_engine import MXFP8, OTHER, enabled, initializer, made_by, our_hooks
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe import ConfigError
@@ -30,6 +26,10 @@ from ds_mxfp8_moe.engine.attach import hint_at_speed
 from ds_mxfp8_moe.engine.self_check import Verdict
 from ds_mxfp8_moe.engine.start import NO_ENGINE, UNREAD
 from ds_mxfp8_moe.transport.releases import own_code
+from tests.ranks.test_engine import MXFP8, OTHER, enabled, initializer, made_by, our_hooks
+from tests.support.autoep_models import ds_config, model
+from tests.support.autoep_models import train_engine as train
+from tests.support.models import SwiGLU
 
 
 def test_a_wrong_section_raises_before_any_collective():

@@ -6,7 +6,6 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import set_timeout
 
 from ds_mxfp8_moe.compute.mx import MXTensor, quantize, quantize_tiles, sqnr_db
 from ds_mxfp8_moe.ep import (
@@ -18,6 +17,7 @@ from ds_mxfp8_moe.ep import (
 )
 from ds_mxfp8_moe.scaled_grouped_mm import _to_mxfp8_then_scaled_grouped_mm
 from ds_mxfp8_moe.transport.deadline import PeerFailure, absence
+from tests.support.rank_pool import set_timeout
 
 D, N, LOCAL_EXPERTS = 256, 160, 3
 

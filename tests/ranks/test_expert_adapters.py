@@ -5,13 +5,13 @@ from unittest import mock
 
 import pytest
 import torch
-from test_expert_ffn import BF16, RECIPES, formula, problem
 
 from ds_mxfp8_moe.compute.formula import LowRank
 from ds_mxfp8_moe.compute.mx import sqnr_db
 from ds_mxfp8_moe.compute.routing import Routes
 from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.transport.local import Local
+from tests.ranks.test_expert_ffn import BF16, RECIPES, formula, problem
 
 SIZES = dict(hidden=256, ffn=512, tokens=(256, ), num_experts=4)
 

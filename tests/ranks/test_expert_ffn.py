@@ -7,7 +7,6 @@ from contextlib import nullcontext
 import deepspeed.comm as dist
 import pytest
 import torch
-from reference_moe import reference
 
 from ds_mxfp8_moe.compute import casts, grouped_gemm
 from ds_mxfp8_moe.compute.formula import ExpertFormula
@@ -20,6 +19,7 @@ from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.transport import Pending
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.local import Local
+from tests.support.reference_moe import reference
 
 HIDDEN, FFN = 96, 160  # multiples of 32 but not of 128
 

@@ -11,21 +11,21 @@ import deepspeed.comm as dist
 import peft
 import pytest
 import torch
-from autoep_models import batch, ds_config, model, train_engine
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.layer import MoE
-from models import Layout, SwiGLU, make_engine
-from slow import slow_except
-from test_lora import with_adapters
-from test_pretrained import HELD_OUT, held_out_loss, loaded
 from torch.multiprocessing.reductions import StorageWeakRef
-from vllm_reader import EXPERT, files_of, read
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe import export_weights, save_pretrained
 from ds_mxfp8_moe.compute import casts
 from ds_mxfp8_moe.compute.mx import dequantize, quantize_tiles
 from small_models import small_model
+from tests.ranks.test_lora import with_adapters
+from tests.ranks.test_pretrained import HELD_OUT, held_out_loss, loaded
+from tests.support.autoep_models import batch, ds_config, model, train_engine
+from tests.support.models import Layout, SwiGLU, make_engine
+from tests.support.slow import slow_except
+from tests.support.vllm_reader import EXPERT, files_of, read
 
 SIZES = {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 128}
 

@@ -6,15 +6,15 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from autoep_models import ds_config
-from frozen_checkpoints import fp8_without_gpu
-from slow import slow_except
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.checkpoint.gathering import whole_state_dict
 from ds_mxfp8_moe.compute.mx import dequantize, quantize_tiles
 from ds_mxfp8_moe.layers.experts import expert_blocks
 from small_models import small_config, small_model
+from tests.support.autoep_models import ds_config
+from tests.support.frozen_checkpoints import fp8_without_gpu
+from tests.support.slow import slow_except
 
 SIZES = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "moe_latent_size": 128}
 # Without a gate, transposed, with a norm behind each expert, below a language model, with a clamped gate.

@@ -15,13 +15,6 @@ import peft
 import pytest
 import torch
 import transformers
-from autoep_models import batch, ds_config, train_engine
-from frozen_checkpoints import expert_values, fp8_without_gpu, tensors_of, write
-from rank_pool import reset_hugging_face
-from slow import slow_except
-from test_engine import enabled
-from test_pretrained import HELD_OUT, held_out_loss
-from test_trainer import AUTO, Sentences
 from transformers import AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
@@ -33,6 +26,13 @@ from ds_mxfp8_moe.compute.mx import dequantize, quantize_tiles
 from ds_mxfp8_moe.layers.frozen_experts import frozen_layers
 from ds_mxfp8_moe.layers.held_experts import HeldExperts
 from ds_mxfp8_moe.layers.patches import patched
+from tests.ranks.test_engine import enabled
+from tests.ranks.test_pretrained import HELD_OUT, held_out_loss
+from tests.ranks.test_trainer import AUTO, Sentences
+from tests.support.autoep_models import batch, ds_config, train_engine
+from tests.support.frozen_checkpoints import expert_values, fp8_without_gpu, tensors_of, write
+from tests.support.rank_pool import reset_hugging_face
+from tests.support.slow import slow_except
 
 MXFP8 = {"enabled": True}
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3")

@@ -13,12 +13,6 @@ import deepspeed.comm as dist
 import peft
 import pytest
 import torch
-from autoep_models import autoep_layers, batch, ds_config, engine, model, train_engine
-from slow import WIDE, slow_except
-from test_engine import enabled
-from test_expert_ffn import FFN, HIDDEN, RECIPES, formula, problem
-from test_lora import adapted, build
-from test_pretrained import held_out_loss, loaded
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.compute import grouped_gemm, mx
@@ -34,6 +28,12 @@ from ds_mxfp8_moe.layers.frozen_experts import frozen_layers, frozen_of
 from ds_mxfp8_moe.ops.op_builder import replay
 from ds_mxfp8_moe.ops.triton_kernels import recording
 from ds_mxfp8_moe.transport.local import Local
+from tests.ranks.test_engine import enabled
+from tests.ranks.test_expert_ffn import FFN, HIDDEN, RECIPES, formula, problem
+from tests.ranks.test_lora import adapted, build
+from tests.ranks.test_pretrained import held_out_loss, loaded
+from tests.support.autoep_models import autoep_layers, batch, ds_config, engine, model, train_engine
+from tests.support.slow import WIDE, slow_except
 
 SECTION = {"enabled": True, "scale_block_size": 128, "min_tokens_per_expert": 0}
 KEEP, HELD = {**SECTION, "frozen_experts": "keep"}, {**SECTION, "frozen_experts": "mxfp8"}

@@ -8,8 +8,15 @@ from unittest import mock
 
 import pytest
 import torch
-from autoep_models import FAMILIES, ds_config, engine, model
-from graph_cases import (
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
+
+import ds_mxfp8_moe
+from ds_mxfp8_moe.engine import graphed, graphs
+from ds_mxfp8_moe.layers import patches
+from tests.ranks.test_engine import enabled
+from tests.ranks.test_trainer import trainer_of
+from tests.support.autoep_models import FAMILIES, ds_config, engine, model
+from tests.support.graph_cases import (
     BF16,
     SLIDING,
     both,
@@ -30,16 +37,9 @@ from graph_cases import (
     twice,
     uneven,
 )
-from rank_pool import reset_deepspeed_groups
-from recorded_graphs import Recorded, emulated
-from slow import slow_except
-from test_engine import enabled
-from test_trainer import trainer_of
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
-
-import ds_mxfp8_moe
-from ds_mxfp8_moe.engine import graphed, graphs
-from ds_mxfp8_moe.layers import patches
+from tests.support.rank_pool import reset_deepspeed_groups
+from tests.support.recorded_graphs import Recorded, emulated
+from tests.support.slow import slow_except
 
 CASES = [("qwen3_moe", 0, 1, {}, plainly), ("qwen3_moe", 1, 3, BF16, plainly), ("qwen3_moe", 2, 2, BF16, plainly),
          ("qwen3_moe", 1, 2, BF16, lengths), ("qwen3_moe", 1, 1, BF16, evaluation), ("qwen3_moe", 2, 1, BF16, pairs),

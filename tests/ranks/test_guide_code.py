@@ -9,22 +9,22 @@ from types import SimpleNamespace
 from unittest import mock
 
 import deepspeed.comm as dist
-import emulator
 import peft
 import pytest
 import torch
 import transformers
-from autoep_models import batch, ds_config, engine, model
 from deepspeed.accelerator import get_accelerator
-from slow import slow_except
-from test_engine import enabled
-from test_registries import needs_exchange, on_cpu
-from test_trainer import Sentences
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.layers.found import converted_layers
 from ds_mxfp8_moe.layers.frozen_experts import frozen_layers
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
+from tests.ranks.test_engine import enabled
+from tests.ranks.test_registries import needs_exchange, on_cpu
+from tests.ranks.test_trainer import Sentences
+from tests.support import emulator
+from tests.support.autoep_models import batch, ds_config, engine, model
+from tests.support.slow import slow_except
 
 ROOT = Path(__file__).parents[2]
 GUIDES = ROOT / "examples/guides"

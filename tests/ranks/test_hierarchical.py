@@ -7,16 +7,26 @@ from weakref import ref
 
 import deepspeed.comm as dist
 import pytest
-import test_expert_ffn
 import torch
-from conformance import HARD, MX32, MX128, PLAIN, PROBLEMS, Problem, check, check_in_flight, without_an_empty_rank
-from reference_moe import reference
-from slow import slow_except
-from test_expert_ffn import RECIPES, compare, formula
-from test_transport import steps
 
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
 from ds_mxfp8_moe.transport.hops import Hops
+from tests.ranks import test_expert_ffn
+from tests.ranks.test_expert_ffn import RECIPES, compare, formula
+from tests.ranks.test_transport import steps
+from tests.support.conformance import (
+    HARD,
+    MX32,
+    MX128,
+    PLAIN,
+    PROBLEMS,
+    Problem,
+    check,
+    check_in_flight,
+    without_an_empty_rank,
+)
+from tests.support.reference_moe import reference
+from tests.support.slow import slow_except
 
 TOKENS_OF_6 = (50, 300, 61, 37, 0, 20)
 

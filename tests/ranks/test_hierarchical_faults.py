@@ -8,13 +8,8 @@ from datetime import timedelta
 from unittest import mock
 
 import deepspeed.comm as dist
-import emulator
 import pytest
 import torch
-from peer_wires import peer_hops
-from rank_pool import RankFailure, set_timeout
-from slow import slow_except
-from test_deadline import CONFUSIONS, confused
 from torch.distributed import distributed_c10d as c10d
 
 from ds_mxfp8_moe.transport import Wire, deadline
@@ -22,6 +17,11 @@ from ds_mxfp8_moe.transport.deadline import PeerFailure
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
 from ds_mxfp8_moe.transport.hops import Hops
 from ds_mxfp8_moe.transport.wires import HostWire, PeerWire, RowWire
+from tests.ranks.test_deadline import CONFUSIONS, confused
+from tests.support import emulator
+from tests.support.peer_wires import peer_hops
+from tests.support.rank_pool import RankFailure, set_timeout
+from tests.support.slow import slow_except
 
 DEADLINE, GRACE = timedelta(seconds=1.5), 1.0
 SPARE = 10  # for a busy machine

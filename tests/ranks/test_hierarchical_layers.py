@@ -7,19 +7,19 @@ from contextlib import redirect_stdout
 import deepspeed.comm as dist
 import pytest
 import torch
-from autoep_models import autoep_layers, batch
-from autoep_models import engine as autoep_engine
-from conformance import Problem, check
 from deepspeed.moe.sharded_moe import MOELayer
-from models import PLAIN, Layout, make_engine, parameters, train_steps
-from slow import slow_except
-from test_autoep import trained
-from test_replay import outcome
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.compute.mx import sqnr_db
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
 from ds_mxfp8_moe.transport.hops import Hops
+from tests.ranks.test_autoep import trained
+from tests.ranks.test_replay import outcome
+from tests.support.autoep_models import autoep_layers, batch
+from tests.support.autoep_models import engine as autoep_engine
+from tests.support.conformance import Problem, check
+from tests.support.models import PLAIN, Layout, make_engine, parameters, train_steps
+from tests.support.slow import slow_except
 
 TWO_HOPS = {"enabled": True, "transport": "hierarchical", "node_size": 2}
 FLAT = {"enabled": True, "transport": "collective"}

@@ -4,12 +4,12 @@
 import deepspeed.comm as dist
 import pytest
 import torch
-from autoep_models import engine_of
-from invented_moe import VOCABULARY, InventedConfig, InventedModel
 
 import ds_mxfp8_moe
 from architectures import BARS, SECTIONS, difference
 from ds_mxfp8_moe.layers.found import converted_layers
+from tests.support.autoep_models import engine_of
+from tests.support.invented_moe import VOCABULARY, InventedConfig, InventedModel
 
 
 def model(dtype: torch.dtype) -> InventedModel:

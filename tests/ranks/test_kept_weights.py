@@ -13,16 +13,6 @@ from unittest import mock
 import deepspeed.comm as dist
 import pytest
 import torch
-from autoep_models import autoep_layers, train_engine
-from autoep_models import batch as token_ids
-from autoep_models import engine as autoep_engine
-from models import BF16, DEFAULT, OFF, Layout, Net, batch, make_engine, parameters, train_steps
-from rank_pool import reset_deepspeed_groups
-from slow import slow_except
-from test_checkpoints import OFFLOAD
-from test_expert_ffn import RECIPES, formula, problem
-from test_recompute import CheckpointedNet
-from test_zero import poison
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.compute import casts
@@ -32,6 +22,16 @@ from ds_mxfp8_moe.ffn import kept_weights
 from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.ffn.kept_weights import KeptWeights
 from ds_mxfp8_moe.transport.local import Local
+from tests.ranks.test_checkpoints import OFFLOAD
+from tests.ranks.test_expert_ffn import RECIPES, formula, problem
+from tests.ranks.test_recompute import CheckpointedNet
+from tests.ranks.test_zero import poison
+from tests.support.autoep_models import autoep_layers, train_engine
+from tests.support.autoep_models import batch as token_ids
+from tests.support.autoep_models import engine as autoep_engine
+from tests.support.models import BF16, DEFAULT, OFF, Layout, Net, batch, make_engine, parameters, train_steps
+from tests.support.rank_pool import reset_deepspeed_groups
+from tests.support.slow import slow_except
 
 KEPT, NEVER = ({**DEFAULT, "keep_quantized_weights": value} for value in (True, False))
 TWO = {"gradient_accumulation_steps": 2}

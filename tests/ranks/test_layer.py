@@ -9,13 +9,13 @@ import deepspeed.comm as dist
 import pytest
 import torch
 from deepspeed.moe.layer import MoE as PlainMoE
-from expert_modules import Packed
-from models import EXPERTS, HIDDEN, SwiGLU, moe_layer
 from torch import nn
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.compute.mx import sqnr_db
 from ds_mxfp8_moe.transport.deadline import PeerFailure
+from tests.support.expert_modules import Packed
+from tests.support.models import EXPERTS, HIDDEN, SwiGLU, moe_layer
 
 
 class Wrapper(nn.Module):

@@ -12,16 +12,16 @@ from unittest import mock
 
 import pytest
 import torch
-from autoep_models import batch, ds_config, model
-from autoep_models import train_engine as train
-from slow import slow_except
-from test_lora import with_adapters
-from test_pretrained import loaded
 from torch import nn
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.layers.found import converted_layers
+from tests.ranks.test_lora import with_adapters
+from tests.ranks.test_pretrained import loaded
+from tests.support.autoep_models import batch, ds_config, model
+from tests.support.autoep_models import train_engine as train
+from tests.support.slow import slow_except
 
 EXPERTS, MODEL, NORM, SHARED = "experts", "model", "norm", "shared experts"
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from autoep_models import autoep_layers, batch, ds_config, engine, model
-from models import Layout, make_engine, train_steps
 
 import ds_mxfp8_moe
+from tests.support.autoep_models import autoep_layers, batch, ds_config, engine, model
+from tests.support.models import Layout, make_engine, train_steps
 
 FROZEN_LATER = r"blocks\.0\..*experts.*|last\..*"
 

@@ -7,21 +7,21 @@ import io
 import warnings
 
 import deepspeed.comm as dist
-import models
 import peft
 import pytest
 import torch
-from autoep_models import autoep_layers, batch, ds_config, gathered, model, train_engine
 from packaging.version import Version
 from safetensors.torch import load_file
-from slow import WIDE, slow_except
-from test_pretrained import held_out_loss
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.checkpoint import saving
 from ds_mxfp8_moe.config import ConfigError
 from ds_mxfp8_moe.layers.found import converted_layers
+from tests.ranks.test_pretrained import held_out_loss
+from tests.support import models
+from tests.support.autoep_models import autoep_layers, batch, ds_config, gathered, model, train_engine
+from tests.support.slow import WIDE, slow_except
 
 BF16 = {"enabled": True, "recipe": "bf16"}
 MXFP8 = {"enabled": True}

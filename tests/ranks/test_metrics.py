@@ -12,16 +12,16 @@ from unittest import mock
 import deepspeed.comm as dist
 import pytest
 import torch
-from autoep_models import autoep_layers, engine, train_engine, watch_choices
 from deepspeed.pipe import LayerSpec, PipelineModule
-from models import Layout, batch, make_engine, train_steps
-from slow import slow_except
-from test_engine import Block
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.engine import metrics
 from ds_mxfp8_moe.layers import classic as layer
 from ds_mxfp8_moe.layers.found import converted_layers
+from tests.ranks.test_engine import Block
+from tests.support.autoep_models import autoep_layers, engine, train_engine, watch_choices
+from tests.support.models import Layout, batch, make_engine, train_steps
+from tests.support.slow import slow_except
 
 FIGURES = {"load_most", "load_fewest", "load_entropy", "rank_most", "dropped", "amax", "zero_blocks",
            "saturated_blocks", "sqnr_db", "wait_ms", "wait_ms_most", "exchange_ms"}

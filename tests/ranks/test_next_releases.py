@@ -8,11 +8,7 @@ from unittest import mock
 import deepspeed
 import deepspeed.comm as dist
 import pytest
-from autoep_models import ds_config, model
-from autoep_models import train_engine as train_autoep
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from models import DEFAULT, Layout, make_engine, train_steps
-from rank_pool import reset_deepspeed_groups
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.engine import attach as attach_module
@@ -20,6 +16,10 @@ from ds_mxfp8_moe.engine import self_check
 from ds_mxfp8_moe.layers.found import converted_layers
 from ds_mxfp8_moe.ops import private_names
 from ds_mxfp8_moe.ops.private_names import FEATURES, Row
+from tests.support.autoep_models import ds_config, model
+from tests.support.autoep_models import train_engine as train_autoep
+from tests.support.models import DEFAULT, Layout, make_engine, train_steps
+from tests.support.rank_pool import reset_deepspeed_groups
 
 
 @contextmanager

@@ -10,24 +10,23 @@ from datetime import timedelta
 from functools import cache
 from unittest import mock
 
-import conformance
 import deepspeed.comm as dist
-import emulator
-import nvlink_cases as cases
 import pytest
 import torch
 import torch.distributed
-from conformance import HARD, MX32, MX128, OF_KERNELS, PLAIN, PROBLEMS, Problem, check, same
-from nvlink_cases import NAME, layer
-from rank_pool import KEPT_GROUPS, set_timeout
-from slow import slow_except
-from test_expert_ffn import RECIPES
 
 from ds_mxfp8_moe.transport import kernel_reports, peer_memory
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.deadline import PeerFailure
 from ds_mxfp8_moe.transport.nvlink import NVLink, _chunk
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
+from tests.ranks.test_expert_ffn import RECIPES
+from tests.support import conformance, emulator
+from tests.support import nvlink_cases as cases
+from tests.support.conformance import HARD, MX32, MX128, OF_KERNELS, PLAIN, PROBLEMS, Problem, check, same
+from tests.support.nvlink_cases import NAME, layer
+from tests.support.rank_pool import KEPT_GROUPS, set_timeout
+from tests.support.slow import slow_except
 
 FIRST_EPOCH = 0xFFFFFFF0  # wraps within the first cases
 DEADLINE = timedelta(seconds=4)  # kernels wait for nine sixteenths of it

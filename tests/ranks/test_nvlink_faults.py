@@ -13,20 +13,20 @@ from types import SimpleNamespace
 from unittest import mock
 
 import deepspeed.comm as dist
-import emulator
-import nvlink_cases as cases
 import pytest
 import torch
 import torch.distributed
-from conformance import MX32, PLAIN, Problem, check, expected, same, until
-from nvlink_cases import NAME
-from slow import slow_except
-from test_nvlink import DEADLINE, Watched, new_memory, nvlink
 
 from ds_mxfp8_moe.transport import deadline, kernel_reports, peer_memory
 from ds_mxfp8_moe.transport.deadline import PeerFailure
 from ds_mxfp8_moe.transport.nvlink import NVLink
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
+from tests.ranks.test_nvlink import DEADLINE, Watched, new_memory, nvlink
+from tests.support import emulator
+from tests.support import nvlink_cases as cases
+from tests.support.conformance import MX32, PLAIN, Problem, check, expected, same, until
+from tests.support.nvlink_cases import NAME
+from tests.support.slow import slow_except
 
 SPARE_SECONDS = 15  # for a busy machine
 REASON = emulator.obstacle()

@@ -7,10 +7,8 @@ from contextlib import contextmanager, redirect_stdout
 from unittest import mock
 
 import deepspeed.comm as dist
-import emulator
 import pytest
 import torch
-from rank_pool import KEPT_GROUPS
 
 from ds_mxfp8_moe.config import MXFP8MoEConfig
 from ds_mxfp8_moe.ops.op_builder import builder, nvshmem
@@ -20,6 +18,8 @@ from ds_mxfp8_moe.transport import nvshmem as wire
 from ds_mxfp8_moe.transport.choose import Place, choose
 from ds_mxfp8_moe.transport.nvshmem import NVSHMEMWire
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
+from tests.support import emulator
+from tests.support.rank_pool import KEPT_GROUPS
 
 
 class Library:

@@ -9,9 +9,6 @@ import deepspeed.comm as dist
 import pytest
 import torch
 import torch.nn.functional as F
-from autoep_models import batch, engine_of
-from invented_moe import InventedConfig, InventedExperts, InventedModel
-from test_expert_ffn import BF16, FFN, HIDDEN, RECIPES, compare, formula, problem, transport
 from torch.utils.checkpoint import checkpoint
 
 from ds_mxfp8_moe.compute import casts
@@ -24,6 +21,9 @@ from ds_mxfp8_moe.ffn.kept_weights import KeptWeights
 from ds_mxfp8_moe.ffn.open_ffn import OpenFFN, OpenFormula
 from ds_mxfp8_moe.transport.deadline import absence
 from ds_mxfp8_moe.transport.local import Local
+from tests.ranks.test_expert_ffn import BF16, FFN, HIDDEN, RECIPES, compare, formula, problem, transport
+from tests.support.autoep_models import batch, engine_of
+from tests.support.invented_moe import InventedConfig, InventedExperts, InventedModel
 
 ADAPTER_RANK = 8
 

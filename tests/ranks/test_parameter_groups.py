@@ -3,9 +3,9 @@
 
 import pytest
 import torch
-from autoep_models import ds_config, model, train_engine
 
 import ds_mxfp8_moe
+from tests.support.autoep_models import ds_config, model, train_engine
 
 SECTION = {"enabled": True, "recipe": "bf16"}
 WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.2, "warmup_num_steps": 4}}}

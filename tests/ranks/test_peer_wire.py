@@ -7,13 +7,8 @@ from functools import cache
 from unittest import mock
 
 import deepspeed.comm as dist
-import emulator
 import pytest
 import torch
-from conformance import HARD, PLAIN, PROBLEMS, Problem, check, without_an_empty_rank
-from peer_wires import FIRST_EPOCH, peer_hops
-from rank_pool import KEPT_GROUPS, set_timeout
-from slow import slow_except
 
 from ds_mxfp8_moe.transport import peer_memory
 from ds_mxfp8_moe.transport.deadline import PeerFailure
@@ -22,6 +17,11 @@ from ds_mxfp8_moe.transport.hops import Hops
 from ds_mxfp8_moe.transport.kernel_reports import KernelReports
 from ds_mxfp8_moe.transport.nvshmem import NVSHMEMWire
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
+from tests.support import emulator
+from tests.support.conformance import HARD, PLAIN, PROBLEMS, Problem, check, without_an_empty_rank
+from tests.support.peer_wires import FIRST_EPOCH, peer_hops
+from tests.support.rank_pool import KEPT_GROUPS, set_timeout
+from tests.support.slow import slow_except
 
 DEADLINE = timedelta(seconds=4)  # kernels wait for nine sixteenths of it
 REASON = emulator.obstacle()

@@ -8,14 +8,14 @@ import deepspeed.comm as dist
 import peft
 import pytest
 import torch
-from autoep_models import FAMILIES, batch, ds_config, model, train_engine
 from safetensors.torch import load_file
-from slow import slow_except
 from transformers import AutoModelForCausalLM, Qwen2MoeForSequenceClassification
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe import save_pretrained
 from ds_mxfp8_moe.checkpoint import gathering
+from tests.support.autoep_models import FAMILIES, batch, ds_config, model, train_engine
+from tests.support.slow import slow_except
 
 HELD_OUT = 99
 

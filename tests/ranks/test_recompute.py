@@ -11,9 +11,12 @@ import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
-from autoep_models import ds_config, model
 from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
-from models import (
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+import ds_mxfp8_moe
+from tests.support.autoep_models import ds_config, model
+from tests.support.models import (
     BF16,
     DEFAULT,
     HIDDEN,
@@ -29,11 +32,8 @@ from models import (
     pipeline,
     train_steps,
 )
-from rank_pool import reset_deepspeed_groups
-from slow import WIDE, slow_except
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
-
-import ds_mxfp8_moe
+from tests.support.rank_pool import reset_deepspeed_groups
+from tests.support.slow import WIDE, slow_except
 
 COLLECTIVES = ("all_to_all_single", "all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "barrier")
 

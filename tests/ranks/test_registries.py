@@ -13,10 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from autoep_models import VOCABULARY, batch, model
 from deepspeed.accelerator import get_accelerator
-from rank_pool import RankPool
-from slow import WIDE, slow_except
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers.distributed import DistributedConfig
@@ -25,6 +22,9 @@ from transformers.integrations.moe import use_experts_implementation
 from ds_mxfp8_moe.compute.mx import sqnr_db
 from ds_mxfp8_moe.config import ConfigError
 from ds_mxfp8_moe.layers.registries import register
+from tests.support.autoep_models import VOCABULARY, batch, model
+from tests.support.rank_pool import RankPool
+from tests.support.slow import WIDE, slow_except
 
 STEPS = 5
 NEMOTRON = transformers.NemotronHConfig(  # experts without a gate

@@ -7,14 +7,14 @@ from unittest import mock
 import deepspeed.comm as dist
 import pytest
 import torch
-from autoep_models import autoep_layers, batch, ds_config, gate_weight, gathered, router_of
-from slow import slow_except
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe import record_routes, replay_routes
 from ds_mxfp8_moe.layers.choices import top_k_of
 from ds_mxfp8_moe.transport.deadline import absence
 from small_models import small_model
+from tests.support.autoep_models import autoep_layers, batch, ds_config, gate_weight, gathered, router_of
+from tests.support.slow import slow_except
 
 MXFP8 = {"enabled": True}
 BF16 = {"enabled": True, "recipe": "bf16"}  # in float32 models, this is float32

@@ -3,13 +3,13 @@
 
 import pytest
 import torch
-from autoep_models import autoep_layers, batch, ds_config, gate_weight, watch_choices
-from test_replay import MXFP8, WAYS, different, other_routes, outcome, set_way
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe import record_routes, replay_routes
 from ds_mxfp8_moe.layers.routes import routes_of
 from small_models import small_model
+from tests.ranks.test_replay import MXFP8, WAYS, different, other_routes, outcome, set_way
+from tests.support.autoep_models import autoep_layers, batch, ds_config, gate_weight, watch_choices
 
 
 def inside(engine, loss_of, routes):

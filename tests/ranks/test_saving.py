@@ -13,16 +13,16 @@ import peft
 import pytest
 import torch
 import transformers
-from autoep_models import batch, ds_config, model, train_engine
-from models import Layout, Net, make_engine, train_steps
 from safetensors.torch import load_file
-from slow import slow_except
-from test_pretrained import build, held_out_loss, loaded
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe import save_pretrained
 from ds_mxfp8_moe.checkpoint.saving import MARK
 from ds_mxfp8_moe.layers.frozen_experts import frozen_layers
+from tests.ranks.test_pretrained import build, held_out_loss, loaded
+from tests.support.autoep_models import batch, ds_config, model, train_engine
+from tests.support.models import Layout, Net, make_engine, train_steps
+from tests.support.slow import slow_except
 
 
 def loss_of(engine) -> float:

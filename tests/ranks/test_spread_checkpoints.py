@@ -9,13 +9,13 @@ import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
-from autoep_models import autoep_layers, ds_config, gathered, model, train_engine
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from slow import slow_except
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.layers.experts import expert_blocks
+from tests.support.autoep_models import autoep_layers, ds_config, gathered, model, train_engine
+from tests.support.slow import slow_except
 
 PLAIN = {"enabled": False}  # DeepSpeed's own AutoEP
 MXFP8 = {"enabled": True}

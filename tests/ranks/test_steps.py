@@ -12,8 +12,6 @@ from unittest import mock
 import deepspeed.comm as dist
 import pytest
 import torch
-from slow import slow_except
-from test_expert_ffn import HIDDEN, RECIPES, alone, formula, make_routes, problem, transport
 
 from ds_mxfp8_moe.compute import grouped_gemm
 from ds_mxfp8_moe.compute.formula import LowRank
@@ -26,6 +24,8 @@ from ds_mxfp8_moe.ops.op_builder import replay
 from ds_mxfp8_moe.ops.triton_kernels import recording
 from ds_mxfp8_moe.transport import room_for
 from ds_mxfp8_moe.transport.local import Local
+from tests.ranks.test_expert_ffn import HIDDEN, RECIPES, alone, formula, make_routes, problem, transport
+from tests.support.slow import slow_except
 
 pytestmark = pytest.mark.skipif(not replay.ReplayBuilder().is_compatible(),
                                 reason=str(replay.ReplayBuilder()._obstacle()))

@@ -6,15 +6,6 @@ from unittest import mock
 
 import pytest
 import torch
-from autoep_models import autoep_layers, batch
-from autoep_models import engine as autoep_engine
-from models import state
-from rank_pool import reset_deepspeed_groups
-from slow import slow_except
-from test_checkpoints import ADAM
-from test_expert_ffn import RECIPES, formula
-from test_steps import alone, equal, launches_are, programs
-from test_zero import check_equal, coalesced, each_backward, no_sync
 
 from ds_mxfp8_moe import convert
 from ds_mxfp8_moe.compute.routing import Routes
@@ -22,6 +13,15 @@ from ds_mxfp8_moe.compute.sums import Sum
 from ds_mxfp8_moe.engine import sums
 from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.transport.local import Local
+from tests.ranks.test_checkpoints import ADAM
+from tests.ranks.test_expert_ffn import RECIPES, formula
+from tests.ranks.test_steps import alone, equal, launches_are, programs
+from tests.ranks.test_zero import check_equal, coalesced, each_backward, no_sync
+from tests.support.autoep_models import autoep_layers, batch
+from tests.support.autoep_models import engine as autoep_engine
+from tests.support.models import state
+from tests.support.rank_pool import reset_deepspeed_groups
+from tests.support.slow import slow_except
 
 BF16 = {"bf16": {"enabled": True}, **ADAM, "gradient_clipping": 0.1}
 STEPS = 2

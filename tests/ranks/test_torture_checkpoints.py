@@ -6,10 +6,10 @@ import zlib
 from pathlib import Path
 
 import pytest
-from models import Layout, make_engine, state, train_steps
-from torture import disturbed, random_faults, run_ranks
 
 from ds_mxfp8_moe.checkpoint.manifest import find_damage, read_manifest
+from tests.support.models import Layout, make_engine, state, train_steps
+from tests.support.torture import disturbed, random_faults, run_ranks
 
 FAULTS = 15
 LAYOUT = Layout(zero=1, steps=1, config={"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}}})

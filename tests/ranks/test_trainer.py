@@ -11,16 +11,16 @@ import peft
 import pytest
 import torch
 import transformers
-from autoep_models import batch, ds_config, gathered, model
-from rank_pool import reset_hugging_face
-from slow import slow_except
-from test_engine import converted, enabled
-from test_lora import with_adapters
-from test_pretrained import held_out_loss, loaded
-from test_saving import LORA, PATTERN, loss_of, write_config
 from transformers import get_linear_schedule_with_warmup
 
 from ds_mxfp8_moe import save_pretrained
+from tests.ranks.test_engine import converted, enabled
+from tests.ranks.test_lora import with_adapters
+from tests.ranks.test_pretrained import held_out_loss, loaded
+from tests.ranks.test_saving import LORA, PATTERN, loss_of, write_config
+from tests.support.autoep_models import batch, ds_config, gathered, model
+from tests.support.rank_pool import reset_hugging_face
+from tests.support.slow import slow_except
 
 AUTO = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}}
 RATES = [0.1, 0.075, 0.05, 0.025]

@@ -3,10 +3,10 @@
 
 import deepspeed.comm as dist
 import pytest
-from conformance import HARD, MX32, MX128, PLAIN, PROBLEMS, Problem, check, check_in_flight
 
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.local import Local
+from tests.support.conformance import HARD, MX32, MX128, PLAIN, PROBLEMS, Problem, check, check_in_flight
 
 
 def transport() -> Collective:

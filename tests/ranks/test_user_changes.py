@@ -9,8 +9,9 @@ from functools import partial
 import deepspeed.comm as dist
 import pytest
 import torch
-from autoep_models import engine_of, model
-from test_autoep import BF16, PLAIN, check, near, trained
+
+from tests.ranks.test_autoep import BF16, PLAIN, check, near, trained
+from tests.support.autoep_models import engine_of, model
 
 
 def overridden(module: torch.nn.Module, function: Callable, name: str = "forward") -> None:

@@ -9,15 +9,26 @@ import pytest
 import torch
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
-from models import DEFAULT, Layout, Net, batch, ds_config, make_engine, mse, parameters, state, train_steps
-from rank_pool import reset_deepspeed_groups
-from slow import WIDE, slow_except
-from test_checkpoints import ADAM, OFFLOAD
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.engine import zero
+from tests.ranks.test_checkpoints import ADAM, OFFLOAD
+from tests.support.models import (
+    DEFAULT,
+    Layout,
+    Net,
+    batch,
+    ds_config,
+    make_engine,
+    mse,
+    parameters,
+    state,
+    train_steps,
+)
+from tests.support.rank_pool import reset_deepspeed_groups
+from tests.support.slow import WIDE, slow_except
 
 CLIPPED = {**ADAM, "gradient_clipping": 0.1}
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}

@@ -9,11 +9,11 @@ import deepspeed.comm as dist
 import pytest
 import torch
 import torch.distributed
-from rank_pool import set_timeout
 
 from ds_mxfp8_moe.all_to_all import AllToAll
 from ds_mxfp8_moe.compute import mx
 from ds_mxfp8_moe.transport.deadline import PeerFailure
+from tests.support.rank_pool import set_timeout
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 POISON = 77

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from autoep_models import model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
@@ -17,6 +16,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from ds_mxfp8_moe.compute.block_fp8 import E2M1
+from tests.support.autoep_models import model
 
 SIZES = dict(hidden_size=128, moe_intermediate_size=128, intermediate_size=128)
 BLOCK_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}

@@ -5,10 +5,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from autoep_models import batch, engine
-from recorded_graphs import Recorded, emulated
 
 from ds_mxfp8_moe.engine import graphs
+from tests.support.autoep_models import batch, engine
+from tests.support.recorded_graphs import Recorded, emulated
 
 BF16 = {"bf16": {"enabled": True}}
 SLIDING = {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}

@@ -4,11 +4,11 @@
 from unittest import mock
 
 import torch
-from permute_cases import FLOOR, MX32, MX128, Problem, bits, moved, poisoned
 
 from ds_mxfp8_moe.compute.mx import MXTensor
 from ds_mxfp8_moe.transport import local
 from ds_mxfp8_moe.transport.local import Local
+from tests.support.permute_cases import FLOOR, MX32, MX128, Problem, bits, moved, poisoned
 
 ONE_RANK = {
     "mxfp8": Problem((21, ), wire=MX32),

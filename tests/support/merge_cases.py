@@ -3,14 +3,14 @@
 """
 
 import torch
-from conformance import poisoned
-from quantize_cases import equal, hard_values, same, same_values
 
 from ds_mxfp8_moe.compute import merging
 from ds_mxfp8_moe.compute.formula import LowRank
 from ds_mxfp8_moe.compute.mx import MXTensor
 from ds_mxfp8_moe.ops.mx_format import MXParts
 from ds_mxfp8_moe.ops.triton_kernels import merge as kernels
+from tests.support.conformance import poisoned
+from tests.support.quantize_cases import equal, hard_values, same, same_values
 
 EXPERTS = 3
 SEEDS = merging.seeds_of(["first", "second", "third"], 7, "cpu")

@@ -7,10 +7,7 @@ import time
 import deepspeed.comm as dist
 import pytest
 import torch
-from conformance import BF16, MX32, PLAIN, TOKENS, Problem, expected, on_device, poisoned, same, until
 from deepspeed.accelerator import get_accelerator
-from test_expert_ffn import formula
-from test_expert_ffn import problem as ffn_problem
 from torch.utils.checkpoint import checkpoint
 
 from ds_mxfp8_moe.compute.routing import Routes
@@ -18,6 +15,9 @@ from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.transport import ROW_ALIGNMENT
 from ds_mxfp8_moe.transport.deadline import PeerFailure
 from ds_mxfp8_moe.transport.nvlink import NVLink
+from tests.ranks.test_expert_ffn import formula
+from tests.ranks.test_expert_ffn import problem as ffn_problem
+from tests.support.conformance import BF16, MX32, PLAIN, TOKENS, Problem, expected, on_device, poisoned, same, until
 
 NAME = "block.3.moe"
 

@@ -5,12 +5,12 @@ from typing import Any
 from unittest import mock
 
 import deepspeed.comm as dist
-import emulator
 
 from ds_mxfp8_moe.transport import peer_memory
 from ds_mxfp8_moe.transport.hops import Hops
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
 from ds_mxfp8_moe.transport.wires import Alone, PeerWire, RowWire
+from tests.support import emulator
 
 FIRST_EPOCH = 0xFFFFFFF0  # wraps within the first cases
 

@@ -9,16 +9,16 @@ import threading
 from dataclasses import dataclass
 from unittest import mock
 
-import conformance
 import torch
-from conformance import BF16, FP16, FP32, MX32, MX128, PLAIN, bits, poisoned  # noqa: F401
-from conformance import FLOOR32 as FLOOR
 
 from ds_mxfp8_moe.transport import collective, hierarchical, rows
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
 from ds_mxfp8_moe.transport.hops import Hops
 from ds_mxfp8_moe.transport.wires import RowWire
+from tests.support import conformance
+from tests.support.conformance import BF16, FP16, FP32, MX32, MX128, PLAIN, bits, poisoned  # noqa: F401
+from tests.support.conformance import FLOOR32 as FLOOR
 
 WIRES = {"plain": PLAIN, "mxfp8-32": MX32, "mxfp8-128": MX128, "floor": FLOOR}
 

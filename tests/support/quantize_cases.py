@@ -4,13 +4,13 @@
 from unittest import mock
 
 import torch
-from conformance import poisoned
 
 from ds_mxfp8_moe.compute import mx
 from ds_mxfp8_moe.compute.mx import MXTensor
 from ds_mxfp8_moe.ops.mx_format import MXParts
 from ds_mxfp8_moe.ops.triton_kernels import quantize as kernels
 from ds_mxfp8_moe.ops.triton_kernels.transpose_tiles import transpose_tiles
+from tests.support.conformance import poisoned
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

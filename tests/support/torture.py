@@ -32,7 +32,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from rank_pool import PRELOADED, free_port
+
+from tests.support.rank_pool import PRELOADED, free_port
 
 KINDS = ("kill", "kill all", "cut", "disk full", "ctrl-c", "ctrl-c all")
 CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "shutil.rmtree"}

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from autoep_models import model
 
 from ds_mxfp8_moe import MXFP8MoEConfig
 from ds_mxfp8_moe.engine.advice import about_expert_parallel, about_keys, about_speed
+from tests.support.autoep_models import model
 
 
 @pytest.mark.parametrize("config, ranks, start, end", [

@@ -6,7 +6,6 @@ import pytest
 import torch
 from deepspeed.moe.layer import MoE as PlainMoE
 from deepspeed.moe.sharded_moe import MOELayer, TopKGate
-from models import HIDDEN, gelu_mlp
 from torch import nn
 
 from ds_mxfp8_moe import ConfigError, MXFP8MoEConfig, convert
@@ -14,6 +13,7 @@ from ds_mxfp8_moe.compute import crossover
 from ds_mxfp8_moe.engine.attach import build_executor
 from ds_mxfp8_moe.engine.convert import alike
 from ds_mxfp8_moe.ops.op_builder import replay
+from tests.support.models import HIDDEN, gelu_mlp
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -8,9 +8,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from slow import WIDE
 
 from ds_mxfp8_moe import run as run_file
+from tests.support.slow import WIDE
 
 ROOT = Path(__file__).resolve().parents[2]
 # As torch calls it where the package is installed.

@@ -5,11 +5,11 @@ import math
 from types import SimpleNamespace
 
 import pytest
-from test_convert import Model
 
 from ds_mxfp8_moe import convert
 from ds_mxfp8_moe.engine import keeping
 from ds_mxfp8_moe.layers.found import converted_layers
+from tests.unit.test_convert import Model
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

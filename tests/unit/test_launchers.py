@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from rank_pool import free_port
-from slow import slow_except
+
+from tests.support.rank_pool import free_port
+from tests.support.slow import slow_except
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(sys.executable).parent

@@ -16,7 +16,6 @@ import re
 
 import pytest
 import torch
-from float64_oracle import cast
 
 from ds_mxfp8_moe.compute.mx import (
     MXTensor,
@@ -26,6 +25,7 @@ from ds_mxfp8_moe.compute.mx import (
     sqnr_db,
     transpose_rescale,
 )
+from tests.support.float64_oracle import cast
 
 INF, NAN = float("inf"), float("nan")
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16

@@ -6,12 +6,12 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
-from expert_modules import Gated, H, Mlp, local_experts, mlp, refused
 from torch import nn
 
 from ds_mxfp8_moe.compute.formula import NotRecognised
 from ds_mxfp8_moe.layers import proof
 from ds_mxfp8_moe.layers.recognise import recognise
+from tests.support.expert_modules import Gated, H, Mlp, local_experts, mlp, refused
 
 # ---- big experts --------------------------------------------------------------------------------------------------
 

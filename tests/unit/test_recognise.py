@@ -4,13 +4,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from expert_modules import FFN, Gated, H, Mlp, Packed, local_experts, mlp, refused
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from ds_mxfp8_moe.compute.formula import Activation, ExpertWeights
 from ds_mxfp8_moe.layers.recognise import recognise
+from tests.support.expert_modules import FFN, Gated, H, Mlp, Packed, local_experts, mlp, refused
 
 
 def nothing(*args):

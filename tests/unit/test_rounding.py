@@ -3,10 +3,10 @@
 
 import pytest
 import torch
-from float64_oracle import Bytes, cast, values
 
 from ds_mxfp8_moe.compute import casts, mx
 from ds_mxfp8_moe.compute.activation import activate, activate_backward
+from tests.support.float64_oracle import Bytes, cast, values
 
 ROWS, COLUMNS = 384, 512
 

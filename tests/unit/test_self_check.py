@@ -6,7 +6,6 @@ import re
 
 import pytest
 import torch
-from slow import slow_except
 
 from ds_mxfp8_moe.compute import casts
 from ds_mxfp8_moe.compute.formula import ExpertFormula
@@ -14,6 +13,7 @@ from ds_mxfp8_moe.config import MXFP8MoEConfig, resolve
 from ds_mxfp8_moe.engine import self_check
 from ds_mxfp8_moe.engine.self_check import Kind, Verdict, small
 from ds_mxfp8_moe.ffn import expert_math
+from tests.support.slow import slow_except
 
 CPU = torch.device("cpu")
 BIASES = {"gate_bias": "x", "up_bias": "y", "down_bias": "z"}

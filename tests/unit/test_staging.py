@@ -9,10 +9,10 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from slow import slow_except
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ds_mxfp8_moe.checkpoint.staging import PLACING, staged
+from tests.support.slow import slow_except
 
 CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree"}
 OTHERS = {"tokenizer.json": "of the user", "runs/events": "of the Trainer"}
