@@ -115,7 +115,8 @@ def wheel() -> Path:
 
 def versions(python: Path) -> dict[str, str]:
     """Of the interpreter, and of the packages that matter here."""
-    named = ("torch", "deepspeed", "transformers", "accelerate", "peft", "trl", "datasets", *NAMES)
+    clients = [importlib.import_module(f"of_{name}").CLIENT.distribution or name for name in NAMES]
+    named = ["torch", "deepspeed", "transformers", "accelerate", "peft", "trl", "datasets", *clients]
     code = f"""
 import importlib.metadata, json, platform
 found = {{"python": platform.python_version()}}
@@ -294,10 +295,10 @@ def table(rows: list[dict]) -> str:
         return "runs" if value is None else f"{value:.2%}"
 
     lines = []
-    for (name, kind), found in kinds.items():
+    for (name, kind), found in sorted(kinds.items()):
         client = importlib.import_module(f"of_{name}").CLIENT
         first = next(iter(found.values()))
-        release = first["versions"].get(name, "")
+        release = first["versions"].get(client.distribution or name, "")
         using = ", ".join(f"{other} {first['versions'][other]}" for other in ("transformers", "peft")
                           if other in first["versions"])
         lines.append(f"| {client.title} {release}, {kind} | {using} | "

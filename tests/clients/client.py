@@ -40,6 +40,7 @@ class Client:
     """
     Attributes:
         title: its name on the page.
+        distribution: its name for pip, if that is not the module's.
         packages: what pip installs into its environment, one tuple of arguments for each call of pip.
         shared: the environment also sees the packages of this repository's, where their releases fit.
         kinds: kind of training -> its runs.
@@ -50,6 +51,7 @@ class Client:
     """
 
     title: str
+    distribution: str | None = None
     packages: tuple[tuple[str, ...], ...]
     shared = True
     kinds: dict[str, tuple[str, ...]] = {"sft": RUNS}

@@ -10,7 +10,7 @@ LORA = ["--tuner_type", "lora", "--lora_dropout", "0", "--target_modules", "q_pr
 
 
 class Swift(Client):
-    title = "ms-swift"
+    title = distribution = "ms-swift"
     packages = (("ms-swift==4.6.0", ), )
     variables = {"NPROC_PER_NODE": "2"}
 
