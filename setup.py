@@ -49,7 +49,7 @@ METADATA.mkdir(exist_ok=True)
 
 setup(
     name="ds_mxfp8_moe",
-    version="0.1.0",
+    version=re.search(r'__version__ = "(.+)"', Path("ds_mxfp8_moe/__init__.py").read_text(encoding="utf-8"))[1],
     description="MXFP8 expert parallelism for DeepSpeed, switched on by one section in its JSON config",
     long_description=long_description(),
     long_description_content_type="text/markdown",

@@ -153,7 +153,7 @@ class AllToAll:
 
         Raises:
             ValueError: shapes or dtypes do not fit. Raised before anything is sent.
-            PeerFailure: an earlier exchange failed.
+            PeerError: an earlier exchange failed.
         """
         tensors = (out_expert_num_tokens, out_expert_x, out_expert_x_scale, dp_x, dp_x_scale, indices, bound_m)
         if torch.compiler.is_compiling():
@@ -201,7 +201,7 @@ class AllToAll:
             do_send, do_recv: as in `dispatch`.
 
         Raises:
-            ValueError, PeerFailure: as in `dispatch`.
+            ValueError, PeerError: as in `dispatch`.
         """
         tensors = (out_tokens, indices, weights, expert_y, bound_m)
         if torch.compiler.is_compiling():
@@ -220,7 +220,7 @@ class AllToAll:
             dtype=DTYPES[expert_y.dtype], out_dtype=DTYPES[out_tokens.dtype])
 
     def check(self) -> None:
-        """Raises PeerFailure if an exchange has failed by now. Every call does this. Replays of CUDA graphs do not."""
+        """Raises PeerError if an exchange has failed by now. Every call does this. Replays of CUDA graphs do not."""
         self.memory.reports.check()
 
     def destroy(self) -> None:

@@ -32,7 +32,7 @@ from .compute.arguments import check_int, check_tensor, described
 from .compute.casts import quantize
 from .compute.mx import MXTensor, ScaleCalculationMode, check_quantizable
 from .transport.deadline import (
-    PeerFailure,
+    PeerError,
     all_gather,
     all_to_all,
     check_same_calls,
@@ -118,7 +118,7 @@ def _checked_splits(name: str, x: torch.Tensor, output_splits: Any, input_splits
 
 def _check_same_exchange(x: torch.Tensor, output_splits: tuple, input_splits: tuple, group: dist.ProcessGroup,
                          phase: str, formats: str) -> None:
-    """Raises a PeerFailure on every rank of the group if their exchanges do not fit together.
+    """Raises a PeerError on every rank of the group if their exchanges do not fit together.
 
     Args:
         formats: a text, not data. It describes how rows travel in both directions.
@@ -138,7 +138,7 @@ def _check_same_exchange(x: torch.Tensor, output_splits: tuple, input_splits: tu
         sender, receiver = wrong[0]
         one, other = (f"rank {ranks_of(group)[place]}" for place in wrong[0])
         sent, expected = sent_WW[sender].tolist(), expected_WW[receiver].tolist()
-        raise PeerFailure(f"{one} sends {sent[receiver]} rows to {other} in {phase}, and {other} expects "
+        raise PeerError(f"{one} sends {sent[receiver]} rows to {other} in {phase}, and {other} expects "
                           f"{expected[sender]}: the input_splits of {one} are {sent}, the output_splits of {other} "
                           f"are {expected}")
 
@@ -296,7 +296,7 @@ def a2a_dispatch_mxfp8_fwd_hp_bwd(input: torch.Tensor, output_splits: list[int],
 
     Raises:
         TypeError, ValueError: for bad arguments, before any collective.
-        PeerFailure: splits, widths or formats of the ranks do not fit together. Raised on every rank, before any row
+        PeerError: splits, widths or formats of the ranks do not fit together. Raised on every rank, before any row
             is sent. On GPUs, in the first CHECKED exchanges of the group.
     """
     group = _group("a2a_dispatch", group_name)
@@ -410,7 +410,7 @@ def a2a_combine_hp_fwd_mxfp8_bwd(input: torch.Tensor, output_splits: list[int], 
 
     Raises:
         TypeError, ValueError: for bad arguments, before any collective.
-        PeerFailure: as in a2a_dispatch.
+        PeerError: as in a2a_dispatch.
     """
     group = _group("a2a_combine", group_name)
     splits = _checked_splits("a2a_combine", input, output_splits, input_splits, group)

@@ -49,7 +49,7 @@ class MXFP8ExpertParallel(ParallelStyle):
         TypeError, ValueError: the block size, scaling mode or multiple is not valid. The module's forward raises them,
             before any collective, for rows or counts that do not fit. The values of counts are checked only on the
             CPU.
-        PeerFailure: raised by the module's forward on every rank whose width, dtype or formats differ from another's.
+        PeerError: raised by the module's forward on every rank whose width, dtype or formats differ from another's.
     """
 
     def __init__(self, group_size_multiple_of: int = 32, block_size: int = 32,

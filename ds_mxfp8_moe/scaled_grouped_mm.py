@@ -39,7 +39,8 @@ from .ep import gather_rows
 from .ops.mx_format import MXParts
 from .transport import ROW_ALIGNMENT
 
-__all__ = ["KernelPreference", "ScaleCalculationMode", "_to_mxfp8_then_scaled_grouped_mm"]
+__all__ = ["KernelPreference", "ScaleCalculationMode", "_to_mxfp8_then_scaled_grouped_mm",
+           "to_mxfp8_then_scaled_grouped_mm"]
 
 
 class KernelPreference(StrEnum):
@@ -317,3 +318,6 @@ def _to_mxfp8_then_scaled_grouped_mm(A: torch.Tensor, B_t: torch.Tensor, offs: t
         beyond = torch.arange(A.shape[0], device=A.device) >= offs[-1]
         out = out + bias.to(out_dtype).masked_fill(beyond.unsqueeze(1), 0)
     return out
+
+
+to_mxfp8_then_scaled_grouped_mm = _to_mxfp8_then_scaled_grouped_mm

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..layers.frozen_experts import checksums_of_frozen
 from ..layers.say import print_on_rank_0
-from ..transport.deadline import PeerFailure, answers_of_all, deadline_for, failure_in_world, tell_peers
+from ..transport.deadline import PeerError, answers_of_all, deadline_for, failure_in_world, tell_peers
 from .earlier_names import folders_found, present_checkpoint
 from .loading import adapt_module, frozen_left_out, hide_mxfp8, name_broken_file, refuse_some_in_mxfp8
 from .manifest import (
@@ -307,7 +307,7 @@ class _Loading:
                 self.copied = self.engine.load_universal_checkpoint()
                 with folders_found(self.engine, self.folder / tag) if self.copied and tag else nullcontext():
                     result = plain()
-        except (PeerFailure, CheckpointError):
+        except (PeerError, CheckpointError):
             raise
         except Exception as error:
             self.agree(error)

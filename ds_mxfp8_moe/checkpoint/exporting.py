@@ -9,7 +9,7 @@ the bytes that training multiplies with. Where they are not, one line says by ho
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, Literal, get_args
 
 import deepspeed
 import deepspeed.comm as dist
@@ -28,11 +28,11 @@ from ..transport.deadline import tell_peers, tell_peers_on_error
 from .gathering import Gather, engine_of, restore_persistent, unpartitioned
 from .published import ExpertStack, Published, published
 
-FORMATS = ("model", "fp8")
+Format = Literal["model", "fp8"]
 
 
 @tell_peers_on_error
-def export_weights(engine: Any, weights: str = "fp8", bucket_bytes: int = 2**30,
+def export_weights(engine: Any, weights: Format = "model", bucket_bytes: int = 2**30,
                    rank_0_only: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights of an engine's model, one by one, as (name in published checkpoints, tensor on the model's device).
 
@@ -43,7 +43,7 @@ def export_weights(engine: Any, weights: str = "fp8", bucket_bytes: int = 2**30,
     them have ended. A rank that stops early
     still takes part in what remains, when its iterator is closed, as Python does at the end of a for loop that breaks.
     If a loop ends by an error that somebody catches, call the iterator's close(). A rank that never begins leaves the
-    others waiting until the deadline, and they raise a PeerFailure that names it.
+    others waiting until the deadline, and they raise a PeerError that names it.
 
     A tensor may be the model's own, or a view of a bucket: read it, do not write to it, and do not keep it longer than
     you need it. Adapters of PEFT that are active are merged into the weights, one weight at a time. Merged weights are
@@ -53,8 +53,7 @@ def export_weights(engine: Any, weights: str = "fp8", bucket_bytes: int = 2**30,
         engine: what `initialize` or `accelerator.prepare` returned, or a Trainer whose `train` has begun.
         weights: "model": all tensors have the model's own dtype. "fp8": weights of experts are float8_e4m3fn, and each
             is followed by its scales: `name` with "_scale_inv" at its end, float32 [N / 128, K / 128], one power of
-            two for a tile of 128x128. "fp8" is the default here, and "model" in `save_pretrained`: exported weights
-            go to an engine that serves them, and a saved model may be trained further.
+            two for a tile of 128x128.
         bucket_bytes: how much is gathered at a time, if an expert of each rank fits into it. Beside it, a rank holds
             its own experts of one layer in ZeRO-3, and any other single tensor.
         rank_0_only: rank 0 gets the tensors. The other ranks take part, and their iterators are empty.
@@ -71,8 +70,8 @@ def export_weights(engine: Any, weights: str = "fp8", bucket_bytes: int = 2**30,
 
 def checked(engine: Any, weights: str) -> Published:
     """What the model's checkpoint holds in this format. Raises the errors of `export_weights`."""
-    if weights not in FORMATS:
-        raise ValueError(f"weights={weights!r} was given; supported are {' and '.join(map(repr, FORMATS))}")
+    if weights not in get_args(Format):
+        raise ValueError(f"weights={weights!r} was given; supported are {' and '.join(map(repr, get_args(Format)))}")
     model = published(engine_of(engine))
     if weights == "fp8":
         _check_fp8(model)

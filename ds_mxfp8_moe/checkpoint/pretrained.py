@@ -15,7 +15,7 @@ from ..layers.say import print_on_rank_0
 from ..transport.agreement import check_same_arguments
 from ..transport.deadline import tell_peers_on_error
 from ..transport.rank_0 import RankZeroWrites
-from .exporting import checked, stream
+from .exporting import Format, checked, stream
 from .gathering import (
     base_of,
     beside_held,
@@ -32,7 +32,7 @@ from .writing import Shards, size_in_bytes
 
 
 @tell_peers_on_error
-def save_pretrained(engine: Any, save_directory: str | os.PathLike, weights: str = "model", **kwargs) -> None:
+def save_pretrained(engine: Any, save_directory: str | os.PathLike, weights: Format = "model", **kwargs) -> None:
     """Writes config and weights for `AutoModelForCausalLM.from_pretrained(save_directory)`.
 
     Collective: every rank calls it. Works in every ZeRO stage, with converted layers, with DeepSpeed's own, and
@@ -60,7 +60,7 @@ def save_pretrained(engine: Any, save_directory: str | os.PathLike, weights: str
         TypeError: there is no engine, or it has no transformers model. With "fp8", nor classic layers.
         ValueError: `weights` differs between ranks, or the model has no form in this block FP8; see `export_weights`.
         RuntimeError: the model is split by tensor parallelism. Or rank 0 could not write; raised on every rank.
-        PeerFailure: rank 0 has died, or its files have not grown for two deadlines.
+        PeerError: rank 0 has died, or its files have not grown for two deadlines.
     """
     check_same_arguments("save_pretrained", weights=weights)
     engine = engine_of(engine)

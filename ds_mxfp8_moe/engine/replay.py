@@ -99,7 +99,7 @@ def replay_routes(engine: torch.nn.Module, routes: Any) -> Iterator[None]:
             state.replayed = None
 
 
-def padded_routes(routes: Sequence, attention_mask: torch.Tensor) -> torch.Tensor:
+def pad_routes(routes: Sequence, attention_mask: torch.Tensor) -> torch.Tensor:
     """Lays out the routes of single sequences like a padded batch, for replay_routes.
 
     Args:
@@ -117,12 +117,12 @@ def padded_routes(routes: Sequence, attention_mask: torch.Tensor) -> torch.Tenso
     mask = attention_mask.cpu().bool()
     tensors = [torch.as_tensor(one).to("cpu", torch.int64) for one in routes]
     if len(tensors) != len(mask) or not tensors:
-        raise ValueError(f"padded_routes: there are routes of {len(tensors)} sequences, and the batch has {len(mask)}")
+        raise ValueError(f"pad_routes: there are routes of {len(tensors)} sequences, and the batch has {len(mask)}")
     batch = torch.full((*mask.shape, *tensors[0].shape[1:]), -1)
     for row, one in enumerate(tensors):
         tokens = mask[row].nonzero()[:, 0]
         if len(one) > len(tokens):
-            raise ValueError(f"padded_routes: sequence {row} has {len(one)} routes and {len(tokens)} tokens")
+            raise ValueError(f"pad_routes: sequence {row} has {len(one)} routes and {len(tokens)} tokens")
         batch[row, tokens[:len(one)]] = one
     return batch
 

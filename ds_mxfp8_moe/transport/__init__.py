@@ -137,7 +137,7 @@ class Transport(ABC):
             num_rows.
 
         Raises:
-            PeerFailure: a rank did not come in time, or is in the plan of another layer or of other `rows`.
+            PeerError: a rank did not come in time, or is in the plan of another layer or of other `rows`.
         """
 
     @abstractmethod

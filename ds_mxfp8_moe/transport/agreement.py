@@ -22,7 +22,7 @@ def check_same_arguments(call: str, **arguments: Any) -> None:
     Raises:
         ValueError: an argument differs.
         RuntimeError: the ranks make different calls.
-        PeerFailure: a rank does not come.
+        PeerError: a rank does not come.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -49,7 +49,7 @@ def compare_starts(section: str, *answer: Any) -> list[tuple]:
     Raises:
         RuntimeError: ranks run different code. Raised on every rank.
         ConfigError: sections differ between ranks. Raised on every rank.
-        PeerFailure: a rank does not come.
+        PeerError: a rank does not come.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [answer]

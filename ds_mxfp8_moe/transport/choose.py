@@ -112,7 +112,7 @@ def choose(group: Any, name: str, config: MXFP8MoEConfig | None = None) -> Trans
         RuntimeError: ranks run different code, or nvlink is requested and not possible. Raised on every rank of the
             group.
         ValueError: ranks of the group ask for different things. Raised on every rank of the group.
-        PeerFailure: a rank of the group did not come to the first choice.
+        PeerError: a rank of the group did not come to the first choice.
     """
     config = config or MXFP8MoEConfig()
     if group is None or dist.get_world_size(group=group) == 1:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deadlines: a rank whose peers do not come raises a PeerFailure that names them.
+"""Deadlines: a rank whose peers do not come raises a PeerError that names them.
 
 A wait ends at the timeout of its process group: DeepSpeed's `DEEPSPEED_TIMEOUT` (minutes), or `timeout=` of
 `deepspeed.init_distributed`. A rank that gives up writes a note into the store of the default process group. It then
@@ -47,7 +47,7 @@ _FAILED: WeakKeyDictionary = WeakKeyDictionary()
 _FINISHED: WeakKeyDictionary = WeakKeyDictionary()
 
 
-class PeerFailure(RuntimeError):
+class PeerError(RuntimeError):
     """An exchange failed because of a peer. Its process group cannot be used again.
 
     One exception: if ranks are in different calls, and the counts of a plan over the transports `collective` or
@@ -65,10 +65,10 @@ class PeerFailure(RuntimeError):
 
 @contextmanager
 def naming_evaluation() -> Iterator[None]:
-    """Adds a hint to a PeerFailure in evaluation mode: the ranks ran different numbers of forwards."""
+    """Adds a hint to a PeerError in evaluation mode: the ranks ran different numbers of forwards."""
     try:
         yield
-    except PeerFailure as failure:
+    except PeerError as failure:
         if failure.at_deadline or failure.missing:
             failure.args = (f"{failure}\n{IN_EVALUATION}", )
         raise
@@ -101,7 +101,7 @@ def before_watchdog(seconds: float) -> float:
 
 @contextmanager
 def deadline_for(group: Any, device: torch.device, where: str, node_of: dict | None = None) -> Iterator[None]:
-    """Gives waits for the peers of `group` its deadline. Raises a PeerFailure for a backend's error about peers.
+    """Gives waits for the peers of `group` its deadline. Raises a PeerError for a backend's error about peers.
 
     Any other error, for example of a rank that runs out of memory, is raised as it is.
 
@@ -130,7 +130,7 @@ def all_to_all(out: torch.Tensor, x: torch.Tensor, recv_splits: tuple, send_spli
     """all_to_all_single of rows with a deadline. `where` and `node_of`: as for `deadline_for`.
 
     Raises:
-        PeerFailure: on gloo, at the deadline or when the connection to a peer is lost. On NCCL, while it connects.
+        PeerError: on gloo, at the deadline or when the connection to a peer is lost. On NCCL, while it connects.
     """
     comm = dist if dist.is_initialized() else torch.distributed
     with deadline_for(group, x.device, where, node_of):
@@ -140,7 +140,7 @@ def all_to_all(out: torch.Tensor, x: torch.Tensor, recv_splits: tuple, send_spli
 
 
 def all_gather(x: torch.Tensor, group: Any, where: str) -> torch.Tensor:
-    """The vectors [N] of all ranks, in rank order: [W, N]. Raises PeerFailure as `all_to_all` does."""
+    """The vectors [N] of all ranks, in rank order: [W, N]. Raises PeerError as `all_to_all` does."""
     comm, ranks = dist if dist.is_initialized() else torch.distributed, torch.distributed.get_world_size(group)
     out = x.new_empty(ranks * x.shape[0])
     with deadline_for(group, x.device, where):
@@ -149,7 +149,7 @@ def all_gather(x: torch.Tensor, group: Any, where: str) -> torch.Tensor:
 
 
 def answers_of_all(group: Any, answer: Any, where: str) -> list:
-    """Every rank's answer, in rank order. Raises PeerFailure if one does not come."""
+    """Every rank's answer, in rank order. Raises PeerError if one does not come."""
     answers = [None] * dist.get_world_size(group=group)
     with deadline_for(group, torch.device(get_accelerator().current_device_name()), where):
         # torch's own: DeepSpeed's comms_logger ends the process at an operation that it does not know.
@@ -187,10 +187,10 @@ def tell_peers_on_error(function: Callable) -> Callable:
 def tell_peers(error: Exception) -> None:
     """Writes an error of this rank where peers that wait for it can quote it.
 
-    Two errors are left out: a PeerFailure, which the peers have themselves, and the exception by which activation
+    Two errors are left out: a PeerError, which the peers have themselves, and the exception by which activation
     checkpointing ends a recomputation early.
     """
-    left_out = PeerFailure, getattr(torch.utils.checkpoint, "_StopRecomputationError", PeerFailure)
+    left_out = PeerError, getattr(torch.utils.checkpoint, "_StopRecomputationError", PeerError)
     if not isinstance(error, left_out) and dist.is_initialized() and dist.get_world_size() > 1:
         note = f"{time.time()} {type(error).__name__}: {error}"
         _ask(lambda store: store.set(_raised_key(dist.get_rank()), note))
@@ -203,7 +203,7 @@ def wait_for_device(done: Callable[[], bool], group: Any, where: str, seconds: f
     A long wait prints a line once.
 
     Raises:
-        PeerFailure: shortly before `seconds` have passed, or soon after a peer gave up waiting in this group.
+        PeerError: shortly before `seconds` have passed, or soon after a peer gave up waiting in this group.
     """
     seconds = before_watchdog(seconds)
     start = time.monotonic()
@@ -244,15 +244,15 @@ def read_counts(counts: torch.Tensor, group: Any, where: str, meanwhile: Callabl
 
 
 def check_same_calls(group: Any, signatures: list, where: str) -> None:
-    """Raises PeerFailure if a rank, in rank order, has another signature. All ranks must know all signatures."""
+    """Raises PeerError if a rank, in rank order, has another signature. All ranks must know all signatures."""
     if len(set(signatures)) > 1:
         ranks, me = ranks_of(group), torch.distributed.get_rank(group)
         others = tuple(rank for rank, one in zip(ranks, signatures, strict=True) if one != signatures[me])
-        raise PeerFailure(f"ranks are in different calls: rank {ranks[me]} is in {where}, and ranks {list(others)} "
+        raise PeerError(f"ranks are in different calls: rank {ranks[me]} is in {where}, and ranks {list(others)} "
                           f"are in another. {SAME_CALLS}", others)
 
 
-def peer_failure(group: Any, where: str, start: float, seconds: float, node_of: dict | None = None) -> PeerFailure:
+def peer_failure(group: Any, where: str, start: float, seconds: float, node_of: dict | None = None) -> PeerError:
     """The error of this rank, whose wait for the peers of `group` failed. Takes up to GRACE_SECONDS.
 
     Args:
@@ -267,7 +267,7 @@ def peer_failure(group: Any, where: str, start: float, seconds: float, node_of: 
         return f"rank {rank}" if node_of is None else f"rank {rank} of node {node_of[rank]}"
 
     if group in _FAILED:
-        return PeerFailure(f"rank {me} cannot go on with {where}: its group, of ranks {ranks}, has failed before, in "
+        return PeerError(f"rank {me} cannot go on with {where}: its group, of ranks {ranks}, has failed before, in "
                            f"{_FAILED[group]}, and cannot be used again. Restart all ranks")
     _FAILED[group] = where
     waited = f"{time.monotonic() - start:.1f} s"
@@ -277,7 +277,7 @@ def peer_failure(group: Any, where: str, start: float, seconds: float, node_of: 
     finished = _ask(lambda store: _notes(store, group, me, ranks, notes))
     waits, raised = dict(notes.waits), dict(notes.raised)  # of a thread that may still run
     if not finished and len(waits) + len(raised) < 2:
-        return PeerFailure(lost_store(f"{where}, after {waited}"))
+        return PeerError(lost_store(f"{where}, after {waited}"))
     missing = tuple(rank for rank in ranks if rank not in waits)
     peers = f"ranks {list(missing)}"
     if len(missing) < 2:
@@ -298,7 +298,7 @@ def peer_failure(group: Any, where: str, start: float, seconds: float, node_of: 
         lines.append("  The ranks wait in different calls: some made fewer steps, or a call that the others did not. "
                      "A longer deadline does not help")
         last = []
-    return PeerFailure("\n".join(lines + last), missing, at_deadline)
+    return PeerError("\n".join(lines + last), missing, at_deadline)
 
 
 def lost_store(where: str) -> str:

@@ -15,7 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from .deadline import (
     DEADLINE,
     SAME_CALLS,
-    PeerFailure,
+    PeerError,
     absence,
     before_watchdog,
     peer_failure,
@@ -181,12 +181,12 @@ class KernelReports:
                                self._node_of)
         place = f"exchange {epoch}, {where}" if self._node_of is None else where
         if CODES[code] == "overflow":
-            raise PeerFailure(f"{me}: {place}: {other} would get {detail} rows, more than its capacity. The "
+            raise PeerError(f"{me}: {place}: {other} would get {detail} rows, more than its capacity. The "
                               'outputs of this layer and of later ones are not valid. Raise "capacity_factor", or '
                               'leave it out, or write "on_overflow": "drop"')
         if CODES[code] == "mismatch":
             theirs = KINDS[detail & 255]
             why = "of another layer, or of other shapes or dtypes" if theirs == kind else f"'{theirs}'"
-            raise PeerFailure(f"{me}: {place}: {other} is in another call, {why}. {SAME_CALLS}", (ranks[peer], ))
-        raise PeerFailure(f"{me} waited in {place} until the deadline, for {other}: "
+            raise PeerError(f"{me}: {place}: {other} is in another call, {why}. {SAME_CALLS}", (ranks[peer], ))
+        raise PeerError(f"{me} waited in {place} until the deadline, for {other}: "
                           f"{absence(ranks[peer])}. {DEADLINE}", (ranks[peer], ), at_deadline=True)

@@ -16,7 +16,7 @@ from typing import Any
 import deepspeed.comm as dist
 import torch
 
-from .deadline import DEADLINE, GRACE_SECONDS, LOOK_SECONDS, PeerFailure, _ask, absence, lost_store, set_deadline
+from .deadline import DEADLINE, GRACE_SECONDS, LOOK_SECONDS, PeerError, _ask, absence, lost_store, set_deadline
 
 # Deadlines without a new byte after which rank 0 counts as hung: some file systems show bytes when a file is closed.
 STALLED_DEADLINES = 2
@@ -30,7 +30,7 @@ class RankZeroWrites:
 
     Raises:
         RuntimeError: rank 0 raised an error.
-        PeerFailure: rank 0 has died, or its files have not grown for two deadlines.
+        PeerError: rank 0 has died, or its files have not grown for two deadlines.
     """
 
     def __init__(self, where: str, failed: str, folder: Path, device: torch.device):
@@ -67,7 +67,7 @@ class RankZeroWrites:
             self._ended.set()
             self._store(lambda store: store.set(self._key("/end"), text))
             self._wait_for_readers()
-        if isinstance(error, Exception) and not isinstance(error, PeerFailure):
+        if isinstance(error, Exception) and not isinstance(error, PeerError):
             raise RuntimeError(f"{self.failed}: {text}") from error
 
     def step(self) -> None:
@@ -87,7 +87,7 @@ class RankZeroWrites:
     def _watch(self) -> None:
         stored = ""
         while not self._ended.wait(LOOK_SECONDS):
-            with suppress(OSError, PeerFailure):  # a file was moved meanwhile, or the store has gone
+            with suppress(OSError, PeerError):  # a file was moved meanwhile, or the store has gone
                 written = sum(path.stat().st_size for path in self.folder.rglob("*"))
                 progress = f"{written} bytes, {self._syncs} files synced"
                 if progress != stored:
@@ -117,7 +117,7 @@ class RankZeroWrites:
                 seen, since = (steps, progress), time.monotonic()
             waited = time.monotonic() - since
             if waited > STALLED_DEADLINES * self._seconds:
-                raise PeerFailure(
+                raise PeerError(
                     f"rank {self.rank} waited for rank 0 in {self.where}: for {waited:.0f} s, {STALLED_DEADLINES} "
                     f"deadlines, its files in {os.fspath(self.folder)} have not grown (so far: {progress or 'none'}). "
                     f"Rank 0 {absence(0)}\n{DEADLINE}", (0, ), at_deadline=True)
@@ -127,5 +127,5 @@ class RankZeroWrites:
     def _store(self, question: Callable) -> Any:
         answer = _ask(lambda store: (question(store), ))
         if answer is None:
-            raise PeerFailure(lost_store(self.where), (0, ))
+            raise PeerError(lost_store(self.where), (0, ))
         return answer[0]

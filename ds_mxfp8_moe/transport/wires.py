@@ -50,7 +50,7 @@ class RowWire(ABC):
                 themselves, so that all ranks of the group raise.
 
         Raises:
-            PeerFailure: a rank did not come in time, as far as the host waits for it.
+            PeerError: a rank did not come in time, as far as the host waits for it.
         """
 
     def check(self) -> None:

@@ -83,7 +83,7 @@ class Rollouts:
         B = len(prompts_BS)
         by_layer = [torch.cat([step.view(B, -1, step.shape[-1]) for step in found], dim=1) for found in self._routes]
         ids_BS = out.sequences
-        routes = ds_mxfp8_moe.padded_routes(torch.stack(by_layer, dim=2), torch.ones_like(ids_BS))
+        routes = ds_mxfp8_moe.pad_routes(torch.stack(by_layer, dim=2), torch.ones_like(ids_BS))
         return ids_BS, torch.stack(out.logits, dim=1).float(), routes
 
 

@@ -17,7 +17,7 @@ import torch.distributed
 
 from ds_mxfp8_moe.all_to_all import AllToAll
 from ds_mxfp8_moe.transport import nvshmem
-from ds_mxfp8_moe.transport.deadline import GRACE_SECONDS, PeerFailure
+from ds_mxfp8_moe.transport.deadline import GRACE_SECONDS, PeerError
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
 from tests.gpu import test_all_to_all_gpu as peers
 from tests.gpu.test_all_to_all_gpu import BIG_CASES, REPLAYED, SECONDS, none_wrong
@@ -107,7 +107,7 @@ def stalled(gone: int) -> str | None:
     dist.barrier()
     text = None
     if dist.get_rank() != gone:
-        with pytest.raises(PeerFailure) as caught:
+        with pytest.raises(PeerError) as caught:
             call.dispatch(a2a)
             torch.cuda.synchronize()
             a2a.check()

@@ -22,7 +22,7 @@ from ds_mxfp8_moe.config import MXFP8MoEConfig
 from ds_mxfp8_moe.ops.op_builder.nvlink import try_load
 from ds_mxfp8_moe.transport import nvshmem
 from ds_mxfp8_moe.transport.choose import choose
-from ds_mxfp8_moe.transport.deadline import GRACE_SECONDS, PeerFailure
+from ds_mxfp8_moe.transport.deadline import GRACE_SECONDS, PeerError
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
 from ds_mxfp8_moe.transport.hops import Hops
 from ds_mxfp8_moe.transport.nvshmem import NVSHMEMWire
@@ -145,7 +145,7 @@ def stalled(gone: int, hops: Hops) -> tuple | None:
     dist.barrier()
     start, answer = time.monotonic(), None
     if dist.get_rank() != gone:
-        with pytest.raises(PeerFailure) as caught:
+        with pytest.raises(PeerError) as caught:
             exchange.dispatch(plan, x_TH, MX32)
             torch.cuda.synchronize()
             hops.check()

@@ -28,7 +28,7 @@ from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.ops.op_builder.nvlink import try_load
 from ds_mxfp8_moe.transport.choose import choose
 from ds_mxfp8_moe.transport.collective import Collective
-from ds_mxfp8_moe.transport.deadline import GRACE_SECONDS, PeerFailure
+from ds_mxfp8_moe.transport.deadline import GRACE_SECONDS, PeerError
 from ds_mxfp8_moe.transport.nvlink import NVLink
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
 from tests.gpu.capture import capture
@@ -350,7 +350,7 @@ def overflow_in_a_replay() -> str:
         mine.wait_and_check()
     expert_TK.zero_()
     graph.replay()
-    with pytest.raises(PeerFailure) as caught:
+    with pytest.raises(PeerError) as caught:
         mine.wait_and_check()
     dist.barrier()
     del kept

@@ -12,7 +12,7 @@ import torch
 from deepspeed.module_inject import auto_ep
 
 import ds_mxfp8_moe
-from ds_mxfp8_moe import PeerFailure, convert
+from ds_mxfp8_moe import PeerError, convert
 from ds_mxfp8_moe.compute.mx import sqnr_db
 from tests.support.autoep_models import (
     autoep_layers,
@@ -211,7 +211,7 @@ def generated_until(synced: bool) -> str | int:
     more = 2 + 3 * dist.get_rank()
     try:
         return built.module.generate(batch(0), max_new_tokens=more, min_new_tokens=more, synced_gpus=synced).shape[1]
-    except PeerFailure as failure:
+    except PeerError as failure:
         return str(failure)
 
 

@@ -20,7 +20,7 @@ from ds_mxfp8_moe.transport import choose as module
 from ds_mxfp8_moe.transport import deadline
 from ds_mxfp8_moe.transport.choose import MOST_RANKS, Asked, Place, Verdict, choose, in_words
 from ds_mxfp8_moe.transport.collective import Collective
-from ds_mxfp8_moe.transport.deadline import PeerFailure
+from ds_mxfp8_moe.transport.deadline import PeerError
 from ds_mxfp8_moe.transport.local import Local
 from ds_mxfp8_moe.transport.releases import own_code
 from tests.support.models import Block, SwiGLU, moe_layer
@@ -296,7 +296,7 @@ def stay_away():
     group = dist.new_group([0, 1])
     if dist.get_rank() == 1:
         return None
-    with machine(), mock.patch.object(deadline, "GRACE_SECONDS", 0.5), pytest.raises(PeerFailure) as caught:
+    with machine(), mock.patch.object(deadline, "GRACE_SECONDS", 0.5), pytest.raises(PeerError) as caught:
         choose(group, "block.3.moe")
     return caught.value.missing, str(caught.value)
 

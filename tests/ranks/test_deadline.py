@@ -22,7 +22,7 @@ from ds_mxfp8_moe.config import MXFP8MoEConfig
 from ds_mxfp8_moe.transport import Wire, deadline
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.deadline import (
-    PeerFailure,
+    PeerError,
     _raised_key,
     naming_evaluation,
     peer_failure,
@@ -44,7 +44,7 @@ def confused(how: str, exchange_of: Callable = lambda name: Collective(dist.get_
     """Rank 1 goes wrong `how`; then all ranks make the same calls again. What each of them raises."""
     odd, expert_TK, x_TH = dist.get_rank() == 1, torch.arange(6).view(6, 1), torch.ones(6, 32)
     exchange = exchange_of("other" if odd and how == "order" else "moe")
-    with pytest.raises(PeerFailure) as caught:
+    with pytest.raises(PeerError) as caught:
         exchange.plan(expert_TK.expand(6, 3) if odd and how == "choices" else expert_TK, local_experts,
                       rows=f"tokens of 64 {torch.float16 if odd and how == 'rows' else torch.bfloat16}")
     exchange = exchange_of("moe")
@@ -68,7 +68,7 @@ def raised_by_this_rank(error: RuntimeError) -> bool:
     with mock.patch.object(dist, "all_to_all_single", side_effect=error), pytest.raises(type(error)) as caught:
         exchange.plan(some_routes(), 3)
     exchange.plan(some_routes(), 3)
-    return isinstance(caught.value, PeerFailure)
+    return isinstance(caught.value, PeerError)
 
 
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.AcceleratorError, RuntimeError])
@@ -88,9 +88,9 @@ def group_with_deadline():
     return dist.new_group([0, 1, 2])
 
 
-def ends_in_time(fn, *args) -> PeerFailure:
+def ends_in_time(fn, *args) -> PeerError:
     start = time.monotonic()
-    with mock.patch.object(deadline, "GRACE_SECONDS", GRACE), pytest.raises(PeerFailure) as caught:
+    with mock.patch.object(deadline, "GRACE_SECONDS", GRACE), pytest.raises(PeerError) as caught:
         fn(*args)
     spare = 15  # for a busy machine
     assert time.monotonic() - start < DEADLINE.total_seconds() + GRACE + spare
@@ -157,8 +157,8 @@ def test_the_peers_of_a_rank_that_raises_learn_what_it_raised(ranks3, drop_token
 
 @pytest.mark.parametrize("missing, at_deadline, hint", [((1, ), False, True), ((), True, True), ((), False, False)])
 def test_an_evaluation_adds_its_hint_to_failures_of_peers_alone(missing, at_deadline, hint):
-    with pytest.raises(PeerFailure) as caught, naming_evaluation():
-        raise PeerFailure("rank 1 is in another call", missing, at_deadline)
+    with pytest.raises(PeerError) as caught, naming_evaluation():
+        raise PeerError("rank 1 is in another call", missing, at_deadline)
     assert ("pass synced_gpus=True" in str(caught.value)) == hint
 
 
@@ -309,7 +309,7 @@ def test_a_killed_rank_is_named(ranks3, rank):
     errors = dict(caught.value.errors)
     assert "ended" in errors.pop(rank) and len(errors) == 2
     for text in errors.values():
-        assert "PeerFailure: rank" in text and "'counts' of moe" in text
+        assert "PeerError: rank" in text and "'counts' of moe" in text
         if rank == 0:  # it kept the store
             assert "so rank 0 has died, or waited for another rank" in text
         else:

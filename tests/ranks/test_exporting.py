@@ -110,7 +110,7 @@ def multiplied_and_exported(section):
         patch.setattr(casts, "quantize_weights", spy)
         engine(input_ids=batch(1))
     with redirect_stdout(io.StringIO()) as printed:
-        found = dict(export_weights(engine))
+        found = dict(export_weights(engine, "fp8"))
     first = 4 * dist.get_rank()
     for layer, (up, down) in enumerate(zip(made[0::2], made[1::2], strict=True)):
         for i in range(4):
@@ -132,7 +132,7 @@ def test_the_bytes_are_those_that_training_multiplies_with(ranks2, mode):
 def difference_told(section) -> str:
     engine = engine_of(small_model("qwen3_moe", **SIZES), section, ep_size=1)
     with redirect_stdout(io.StringIO()) as printed:
-        found = dict(export_weights(engine, rank_0_only=True))
+        found = dict(export_weights(engine, "fp8", rank_0_only=True))
     return printed.getvalue(), len(found)
 
 
@@ -175,13 +175,13 @@ def stopped_early(where, rank_0_only):
     """Whether the ranks can still talk after rank `where` has stopped; how many tensors this rank got."""
     engine = engine_of(small_model("qwen3_moe", **SIZES), stage=3)
     count = 0
-    for _ in export_weights(engine, bucket_bytes=1, rank_0_only=rank_0_only):
+    for _ in export_weights(engine, "fp8", bucket_bytes=1, rank_0_only=rank_0_only):
         count += 1
         if dist.get_rank() == where and count == 3:
             break
     total = torch.ones(1)
     dist.all_reduce(total)
-    return total.item(), count, len(dict(export_weights(engine)))
+    return total.item(), count, len(dict(export_weights(engine, "fp8")))
 
 
 @pytest.mark.parametrize("where, rank_0_only", [(0, False), (1, False), (0, True)])
@@ -257,7 +257,7 @@ def held_and_exported(adapters):
             p.requires_grad = False
     engine = engine_of(net, {"frozen_experts": "mxfp8"}, stage=3)
     with redirect_stdout(io.StringIO()) as printed:
-        found, plain = dict(export_weights(engine)), dict(export_weights(engine, "model"))
+        found, plain = dict(export_weights(engine, "fp8")), dict(export_weights(engine, "model"))
     layers, right = [layer for layer in engine.module.modules() if isinstance(layer, AutoEPMoELayer)], True
     for i, layer in enumerate(layers):
         held = layer.experts.frozen.operands()
@@ -339,7 +339,7 @@ def with_dora():
     config = peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True)
     engine = engine_of(peft.get_peft_model(model("qwen3_moe", **SIZES), config))
     with pytest.raises(RuntimeError, match=r"q_proj: the adapters \['default'\] cannot be merged here"):
-        export_weights(engine)
+        export_weights(engine, "fp8")
 
 
 def test_adapters_that_are_no_product_of_two_factors_are_refused(ranks2):
@@ -366,7 +366,7 @@ def classic(directory):
         p.data.add_(dist.get_rank() / 100)
     engine.save_16bit_model(directory)
     save_pretrained(engine, directory / "fp8", weights="fp8")
-    found = dict(export_weights(engine))
+    found = dict(export_weights(engine, "fp8"))
     dist.barrier()
     return same(found, files_of(directory / "fp8"))
 
@@ -444,7 +444,7 @@ def no_room(directory):
         save_pretrained(engine, directory / "file", "fp8")
     with pytest.raises(ValueError, match="max_shard_size is 'large'"):
         save_pretrained(engine, directory, "fp8", max_shard_size="large")
-    return len(dict(export_weights(engine)))
+    return len(dict(export_weights(engine, "fp8")))
 
 
 def test_every_rank_hears_of_a_failure(ranks2, tmp_path):

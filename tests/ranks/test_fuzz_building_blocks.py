@@ -3,7 +3,7 @@
 
 Each call begins with arguments that fit together, of which up to two are then replaced. An error has to be a TypeError
 or ValueError that the package raises itself. A result has to be the one of a loop over rows in plain torch. Between
-ranks, an argument that differs has to be a PeerFailure on both, after which the group goes on.
+ranks, an argument that differs has to be a PeerError on both, after which the group goes on.
 """
 
 import random
@@ -31,7 +31,7 @@ from ds_mxfp8_moe.ep import (
 )
 from ds_mxfp8_moe.parallel_style import MXFP8ExpertParallel
 from ds_mxfp8_moe.scaled_grouped_mm import _to_mxfp8_then_scaled_grouped_mm
-from ds_mxfp8_moe.transport.deadline import PeerFailure
+from ds_mxfp8_moe.transport.deadline import PeerError
 
 PACKAGE = str(Path(ds_mxfp8_moe.__file__).parent)
 DTYPES = torch.bfloat16, torch.float16, torch.float32
@@ -343,7 +343,7 @@ def fuzz_between_ranks(seed: int, cases: int) -> list[str]:
             try:
                 call.function(**arguments)
                 failed.append(f"{with_peer}: accepted")
-            except PeerFailure:
+            except PeerError:
                 pass
             except Exception as error:
                 failed.append(f"{with_peer}: {type(error).__name__}: {error}")

@@ -13,7 +13,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from ds_mxfp8_moe.transport import Wire, deadline
-from ds_mxfp8_moe.transport.deadline import PeerFailure
+from ds_mxfp8_moe.transport.deadline import PeerError
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
 from ds_mxfp8_moe.transport.hops import Hops
 from ds_mxfp8_moe.transport.wires import HostWire, PeerWire, RowWire
@@ -85,7 +85,7 @@ def leave(rank: int, at: str, dies: bool, kind: type[Leaving] = HostLeaving) -> 
     with mock.patch.object(deadline, "GRACE_SECONDS", GRACE):
         try:
             exchange_twice(Hierarchical(hops, "block.3.moe"))
-        except PeerFailure as failure:
+        except PeerError as failure:
             if dies:
                 raise
             return failure.missing, str(failure), time.monotonic() - start
@@ -142,7 +142,7 @@ def test_a_rank_that_dies_in_a_hop_is_named_by_all_others(ranks4, phase, hop):
     errors = dict(caught.value.errors)
     assert "ended" in errors.pop(3) and set(errors) == {0, 1, 2}
     for text in errors.values():
-        assert "PeerFailure: rank" in text and "rank 3 of node 1 did not come; " in text, text
+        assert "PeerError: rank" in text and "rank 3 of node 1 did not come; " in text, text
     peer = 1 if hop == BETWEEN else 2
     assert f"lost its connection to rank 3 of node 1 in {place(phase, hop)}" in errors[peer]
 

@@ -17,7 +17,7 @@ import torch.distributed
 
 from ds_mxfp8_moe.transport import kernel_reports, peer_memory
 from ds_mxfp8_moe.transport.collective import Collective
-from ds_mxfp8_moe.transport.deadline import PeerFailure
+from ds_mxfp8_moe.transport.deadline import PeerError
 from ds_mxfp8_moe.transport.nvlink import NVLink, _chunk
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
 from tests.ranks.test_expert_ffn import RECIPES
@@ -199,7 +199,7 @@ def overflowing() -> str:
     memory = new_memory()
     exchange, case = nvlink(memory, capacity_factor=1.0), Problem(tokens=(600, ) * 4, routing="one expert")
     expert_TK, x_TH, _ = case.inputs(dist.get_world_size())[dist.get_rank()]
-    with pytest.raises(PeerFailure) as caught:
+    with pytest.raises(PeerError) as caught:
         exchange.dispatch(exchange.plan(expert_TK, case.local_experts), x_TH, MX32)
         memory.reports.check()
     dist.barrier()

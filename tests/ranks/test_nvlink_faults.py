@@ -18,7 +18,7 @@ import torch
 import torch.distributed
 
 from ds_mxfp8_moe.transport import deadline, kernel_reports, peer_memory
-from ds_mxfp8_moe.transport.deadline import PeerFailure
+from ds_mxfp8_moe.transport.deadline import PeerError
 from ds_mxfp8_moe.transport.nvlink import NVLink
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
 from tests.ranks.test_nvlink import DEADLINE, Watched, new_memory, nvlink
@@ -166,7 +166,7 @@ def gone_on() -> None:
     memory = exchange.memory
     if memory.rank == 0:
         exchange.dispatch(plan, *rest)
-        with pytest.raises(PeerFailure, match="until the deadline, for rank 1"):
+        with pytest.raises(PeerError, match="until the deadline, for rank 1"):
             memory.reports.check()
         with mock.patch.object(memory.reports, "check"):
             y_PH = torch.zeros(plan.num_rows, SMALL.hidden, dtype=SMALL.dtype)
@@ -211,7 +211,7 @@ def mixed_up(keys: tuple) -> str:
     memory = new_memory()
     name, rows = keys if memory.rank == 0 else (NAME, "tokens of 64 torch.bfloat16")
     exchange = NVLink(memory, name, 1)
-    with pytest.raises(PeerFailure) as caught:
+    with pytest.raises(PeerError) as caught:
         exchange.plan(torch.zeros((4, 1), dtype=torch.int64), 2, rows=rows)
         memory.reports.check()
     dist.barrier()
@@ -230,7 +230,7 @@ def mixed_up_in_backward() -> str:
     memory = new_memory()
     layers = [NVLink(memory, f"block.{i}.moe", 1) for i in range(2)]
     plans = [layer.plan(torch.arange(4).view(4, 1), 2) for layer in layers]
-    with pytest.raises(PeerFailure) as caught:
+    with pytest.raises(PeerError) as caught:
         layers[memory.rank].dispatch(plans[memory.rank], torch.ones(4, 32), PLAIN, phase="dispatch of the gradient")
         memory.reports.check()
     dist.barrier()
@@ -281,6 +281,6 @@ def test_an_error_of_an_earlier_kernel_ends_the_host_s_wait(ranks2):
 
 def test_the_host_says_what_it_waits_for(ranks2):
     for rank, (kind, text, said) in enumerate(ranks2.run(uncounted, None)):
-        assert kind is PeerFailure and "in 'counts' of block.3.moe" in text and "All ranks came" in text
+        assert kind is PeerError and "in 'counts' of block.3.moe" in text and "All ranks came" in text
         assert said == (f"mxfp8_moe: rank {rank} has waited for 0 s in 'counts' of block.3.moe, for one of ranks "
                         f"[{1 - rank}]. The deadline is at 1 s\n")

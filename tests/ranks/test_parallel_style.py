@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_mxfp8_moe.compute.mx import MXTensor, sqnr_db
 from ds_mxfp8_moe.parallel_style import MXFP8ExpertParallel
 from ds_mxfp8_moe.scaled_grouped_mm import _to_mxfp8_then_scaled_grouped_mm as mxfp8_mm
-from ds_mxfp8_moe.transport.deadline import PeerFailure, absence
+from ds_mxfp8_moe.transport.deadline import PeerError, absence
 
 EXPERTS, D, HIDDEN = 8, 128, 96
 BARS = {"y": 23, "dx": 22.5, "w1": 22.5, "w2": 22.5, "w3": 22.5}  # SwiGLU: three products, each two casts
@@ -196,7 +196,7 @@ def disagreements() -> list:
     for rows, style in (((4, D // 2), {}), ((4, D), {}), ((4, D), {"mxfp8_bwd": False})):
         experts = expert_parallel(**(style if odd else {}))
         x = torch.ones(rows if odd else (4, D), dtype=torch.bfloat16 if style or not odd else torch.float16)
-        with pytest.raises(PeerFailure) as caught:
+        with pytest.raises(PeerError) as caught:
             experts(x, counts)
         texts.append(str(caught.value))
     return texts

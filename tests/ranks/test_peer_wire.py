@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ds_mxfp8_moe.transport import peer_memory
-from ds_mxfp8_moe.transport.deadline import PeerFailure
+from ds_mxfp8_moe.transport.deadline import PeerError
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
 from ds_mxfp8_moe.transport.hops import Hops
 from ds_mxfp8_moe.transport.kernel_reports import KernelReports
@@ -111,7 +111,7 @@ def mixed_up(how: str) -> str:
     hops, me = peer_hops(group, 2), dist.get_rank()
     expert_TK = torch.arange(8).view(8, 1)
     layer, other = Hierarchical(hops, "a"), Hierarchical(hops, "ab"[me == 1])
-    with pytest.raises(PeerFailure) as caught:
+    with pytest.raises(PeerError) as caught:
         if how == "plan":
             other.plan(expert_TK, 2)
         else:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds_mxfp8_moe.transport import rank_0
-from ds_mxfp8_moe.transport.deadline import PeerFailure
+from ds_mxfp8_moe.transport.deadline import PeerError
 from ds_mxfp8_moe.transport.rank_0 import RankZeroWrites
 
 DEADLINE_SECONDS = 0.25
@@ -51,7 +51,7 @@ def failing(folder):
                     time.sleep(5 * DEADLINE_SECONDS)
             found.append("saved")
         except RuntimeError as raised:
-            assert isinstance(raised, PeerFailure) == (error is None)
+            assert isinstance(raised, PeerError) == (error is None)
             found.append(str(raised))
     return found
 

@@ -172,7 +172,7 @@ def mixed() -> tuple:
     with torch.no_grad(), record_routes(engine) as steps:
         text = model.generate(ids, max_new_tokens=5, min_new_tokens=5, do_sample=False)
     rollout = torch.cat(list(steps), dim=1)  # of all tokens but the last
-    given = ds_mxfp8_moe.padded_routes(rollout, torch.ones_like(text))
+    given = ds_mxfp8_moe.pad_routes(rollout, torch.ones_like(text))
     with torch.no_grad(), record_routes(engine) as again, replay_routes(engine, given):
         model(text)
     return found, [step.shape[1] for step in steps], torch.equal(again[0][:, :-1], rollout), int(again[0].min())
@@ -183,14 +183,14 @@ def test_tokens_without_routes_and_generations(ranks2):
         assert found == [] and lengths == [16, 1, 1, 1, 1] and same and least == 0
 
 
-def test_padded_routes():
+def test_pad_routes():
     routes = [torch.arange(6).view(3, 1, 2).numpy(), torch.full((1, 1, 2), 7, dtype=torch.int16)]
-    padded = ds_mxfp8_moe.padded_routes(routes, torch.tensor([[0, 1, 1, 1, 1], [1, 1, 0, 0, 0]]))
+    padded = ds_mxfp8_moe.pad_routes(routes, torch.tensor([[0, 1, 1, 1, 1], [1, 1, 0, 0, 0]]))
     assert padded[..., 0, 0].tolist() == [[-1, 0, 2, 4, -1], [7, -1, -1, -1, -1]]
     with pytest.raises(ValueError, match="sequence 0 has 3 routes and 2 tokens"):
-        ds_mxfp8_moe.padded_routes(routes, torch.tensor([[1, 1], [1, 1]]))
+        ds_mxfp8_moe.pad_routes(routes, torch.tensor([[1, 1], [1, 1]]))
     with pytest.raises(ValueError, match="routes of 2 sequences, and the batch has 1"):
-        ds_mxfp8_moe.padded_routes(routes, torch.ones(1, 5))
+        ds_mxfp8_moe.pad_routes(routes, torch.ones(1, 5))
 
 
 # ---- errors --------------------------------------------------------------------------------------------------------

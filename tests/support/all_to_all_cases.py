@@ -12,7 +12,7 @@ import torch.distributed
 
 from ds_mxfp8_moe.all_to_all import AllToAll
 from ds_mxfp8_moe.compute import mx
-from ds_mxfp8_moe.transport.deadline import PeerFailure
+from ds_mxfp8_moe.transport.deadline import PeerError
 from tests.support.rank_pool import set_timeout
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -257,7 +257,7 @@ def failing(which: str, make_a2a: Callable, device: torch.device) -> str | None:
     a2a, call = make_a2a(case, impatient_group()), Call(case, device)
     call.bring(0)
     if which == "sizes" or rank != 1:
-        with pytest.raises(PeerFailure) as caught:
+        with pytest.raises(PeerError) as caught:
             call.dispatch(a2a)
             a2a.check()
         text = str(caught.value)

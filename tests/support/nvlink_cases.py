@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_mxfp8_moe.compute.routing import Routes
 from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.transport import ROW_ALIGNMENT
-from ds_mxfp8_moe.transport.deadline import PeerFailure
+from ds_mxfp8_moe.transport.deadline import PeerError
 from ds_mxfp8_moe.transport.nvlink import NVLink
 from tests.ranks.test_expert_ffn import formula
 from tests.ranks.test_expert_ffn import problem as ffn_problem
@@ -112,7 +112,7 @@ def failing(phase: str, case: Problem, exchange: NVLink) -> tuple | None:
     get_accelerator().synchronize()
     if rank != LATE:
         start, epoch = time.monotonic(), memory.epoch
-        with pytest.raises(PeerFailure) as caught:
+        with pytest.raises(PeerError) as caught:
             if phase == "counts":
                 exchange.plan(expert_TK, case.local_experts)
             elif phase == "dispatch":
@@ -122,7 +122,7 @@ def failing(phase: str, case: Problem, exchange: NVLink) -> tuple | None:
             get_accelerator().synchronize()
             memory.reports.check()
         told = (caught.value.missing, str(caught.value), time.monotonic() - start, epoch)
-        with pytest.raises(PeerFailure):  # the group stays failed, at once
+        with pytest.raises(PeerError):  # the group stays failed, at once
             exchange.plan(expert_TK, case.local_experts)
     get_accelerator().synchronize()
     dist.barrier()
@@ -169,7 +169,7 @@ def confused(how: str, case: Problem, exchange: NVLink) -> str | None:
             exchange.plan(expert_TK, case.local_experts)
         get_accelerator().synchronize()
         memory.reports.check()
-    except PeerFailure as failure:
+    except PeerError as failure:
         return str(failure)
     return None
 

@@ -21,7 +21,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_mxfp8_moe.config import MXFP8MoEConfig, Recipe, current_device, resolve
 from ds_mxfp8_moe.transport.choose import choose
-from ds_mxfp8_moe.transport.deadline import PeerFailure
+from ds_mxfp8_moe.transport.deadline import PeerError
 
 BF16 = torch.bfloat16
 TIMEOUT = timedelta(minutes=1)
@@ -166,7 +166,7 @@ def everywhere(call: Callable[[], dict]) -> dict:
     """
     try:
         found = call()
-    except (dist.DistError, PeerFailure) as error:
+    except (dist.DistError, PeerError) as error:
         sys.exit(f"rank {rank()}: {type(error).__name__}: {error}")
     except Exception as error:  # one contender's failure must not cost the run, whose machine is lent for minutes
         found = {"correct": False, "failure": f"{type(error).__name__}: {error}"[:300]}
