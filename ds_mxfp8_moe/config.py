@@ -66,7 +66,6 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
     nvlink_sms: int | None = Field(default=None, ge=1, le=1024)
     capacity_factor: float | None = Field(default=None, ge=1, le=1024, allow_inf_nan=False)
     on_overflow: Literal["error", "drop"] = "error"
-    overlap: bool = True
     preactivation_dtype: Dtype = "mxfp8"
     min_tokens_per_expert: int | None = Field(default=None, ge=0, le=MOST)
     include: tuple[str, ...] = (".*",)
@@ -259,6 +258,8 @@ def _problem(item: dict) -> str:
         if key in ("expert_parallel", "autoep_size", "ep_size"):
             return (f'"{key}" (given {given}) is no key of this section: AutoEP\'s stand in "expert_parallel" at the '
                     "top level of the config, and a classic layer has MoE(ep_size=...)")
+        if key == "overlap":
+            return f'"{key}" is no key any more: exchanges and GEMMs run one after the other. Leave it out'
         valid_keys = list((MetricsConfig if inside else MXFP8MoEConfig).model_fields)
         near = difflib.get_close_matches(key.lower(), valid_keys, n=1, cutoff=0.5)
         meant = f"did you mean {shown(near[0])}? " if near else ""

@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from .compute.executor import unknown_launcher
 from .compute.grouped_gemm import multiplies_mxfp8
 from .compute.mx import BLOCK_SIZES
+from .compute.recorded import unknown_launcher
 from .config import (
     READERS,
     SECTION,

@@ -125,7 +125,7 @@ def grouped_mm_wgrad(g: torch.Tensor, a: torch.Tensor, ends_E: torch.Tensor, out
 
 def grouped_mm_wgrad_rows(g: torch.Tensor, a_PK: torch.Tensor, ends_E: torch.Tensor,
                           out_dtype: torch.dtype | None = None, scaling_mode: str | None = None,
-                          g_columns: bool = False, sms: int = 0, splits: int = 1,
+                          g_columns: bool = False, splits: int = 1,
                           sums: Sequence[Sum] = ()) -> torch.Tensor | None:
     """`grouped_mm_wgrad` of rows [P, N] and [P, K].
 
@@ -134,7 +134,6 @@ def grouped_mm_wgrad_rows(g: torch.Tensor, a_PK: torch.Tensor, ends_E: torch.Ten
             MXFP8. Hopper's kernel, in any mode, gives each tile of 128 x 128 values the largest of its rows' scales.
             With None, MXFP8 operands are dequantised exactly.
         g_columns: g is in column form [N, P] already.
-        sms: the most multiprocessors that Hopper's kernels take. 0 stands for all of them.
         splits: pieces into which N is cut. It divides N.
         sums: where the result goes, one for each split. () returns it.
 
@@ -145,7 +144,7 @@ def grouped_mm_wgrad_rows(g: torch.Tensor, a_PK: torch.Tensor, ends_E: torch.Ten
     N = g.shape[0 if g_columns else 1]
     # Two warpgroups write 64 rows each.
     cut = splits if N // splits % 64 == 0 else 1
-    out = _wgrad_rows(g, a_PK, ends_E, out_dtype or g.dtype, scaling_mode, g_columns, sms, cut,
+    out = _wgrad_rows(g, a_PK, ends_E, out_dtype or g.dtype, scaling_mode, g_columns, cut,
                       sums if cut == splits else ())
     if out is None:
         return None
@@ -157,7 +156,7 @@ def grouped_mm_wgrad_rows(g: torch.Tensor, a_PK: torch.Tensor, ends_E: torch.Ten
     return None if sums else out
 
 
-def _wgrad_rows(g, a_PK, ends_E, out_dtype, scaling_mode, g_columns, sms, splits, sums) -> torch.Tensor | None:
+def _wgrad_rows(g, a_PK, ends_E, out_dtype, scaling_mode, g_columns, splits, sums) -> torch.Tensor | None:
     """[splits * E, N / splits, K] by Hopper's kernels, else [E, N, K]. None: a kernel has written it to `sums`."""
     rescaled = scaling_mode is not None
     kernel = _kernel_of_wgrad_rows(g, a_PK, rescaled)
@@ -167,24 +166,8 @@ def _wgrad_rows(g, a_PK, ends_E, out_dtype, scaling_mode, g_columns, sms, splits
     if not rescaled and (kernel is None or a_PK.shape[0] == 0):
         return grouped_mm_wgrad(plain(g), plain(a_PK), ends_E, out_dtype)
     goal = goal_of(sums) if sums and a_PK.shape[0] else None
-    out = kernel(parts_of(g), parts_of(a_PK), ends_E, out_dtype, sms=sms, splits=splits, goal=goal)
+    out = kernel(parts_of(g), parts_of(a_PK), ends_E, out_dtype, splits=splits, goal=goal)
     return out if goal is None else None
-
-
-def wgrad_cost(g: torch.Tensor, a_PK: torch.Tensor, experts: int, rescaled: bool) -> tuple[float, int]:
-    """Estimates the duration of `grouped_mm_wgrad_rows`, to choose what runs beside it.
-
-    Args:
-        rescaled: whether it is called with a scaling_mode.
-
-    Returns:
-        Seconds at the rates of an H200, and the number of tiles. The seconds are 0 if the kernel for these operands
-        cannot leave multiprocessors to others.
-    """
-    (P, K), N = a_PK.shape, g.shape[1]
-    seconds = 2 * P * K * N / (1.05e15 if rescaled else 0.71e15)
-    tiles = experts * -(-N // 128) * -(-K // 256)
-    return 0.0 if _kernel_of_wgrad_rows(g, a_PK, rescaled) is None else seconds, tiles
 
 
 def _kernel_of_wgrad_rows(g: torch.Tensor, a_PK: torch.Tensor, rescaled: bool) -> Callable | None:

@@ -18,11 +18,13 @@ class Sum(NamedTuple):
         out_ENK: as the weight, contiguous.
         begun: whether the gradient is added to what out_ENK holds. Else it is written.
         factor: a power of two, by which the gradient is multiplied before it is added.
+        place: bytes from the first of the sums that a backward writes, on which its recording depends.
     """
 
     out_ENK: torch.Tensor
     begun: bool = False
     factor: float = 1.0
+    place: int = 0
 
     def take(self, gradient_ENK: torch.Tensor) -> None:
         """Writes or adds a gradient. As in the kernels, the gradient, its product and the sum are rounded."""
@@ -38,14 +40,14 @@ def goal_of(sums: Sequence[Sum]):
     cannot write there."""
     from ..ops.triton_kernels.grouped_wgrad_hopper import Goal  # Triton exists on Linux alone
     outs = [one.out_ENK for one in sums]
-    first, (_, begun, factor) = outs[0], sums[0]
+    first, begun, factor = outs[0], sums[0].begun, sums[0].factor
     E, N, K = first.shape
     expert, at = N * K * first.element_size(), [out.data_ptr() for out in outs]
     distances = {after - before for before, after in pairwise(at)} or {E * expert}
     jump, rest = divmod(distances.pop(), expert)
     storages = {out.untyped_storage().data_ptr() for out in outs}
     if (distances or rest or jump < E or len(storages) > 1 or at[0] % 16 or first.element_size() != 2
-            or any(one[1:] != (begun, factor) for one in sums)):
+            or any((one.begun, one.factor) != (begun, factor) for one in sums)):
         return None
     whole = first.as_strided((jump * (len(sums) - 1) + E, N, K), first.stride())
     return Goal(whole, None if jump == E else jump, begun, None if factor == 1 else factor)

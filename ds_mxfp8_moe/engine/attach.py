@@ -10,7 +10,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ..checkpoint.engine_checkpoints import Checkpoints
 from ..checkpoint.saving import save_whole_models
-from ..compute.executor import unknown_launcher
+from ..compute.recorded import unknown_launcher
 from ..config import SECTION, ConfigError, MXFP8MoEConfig, name_of, parse
 from ..layers.found import converted_layers
 from ..layers.frozen_experts import frozen_layers

@@ -29,13 +29,13 @@ from deepspeed.accelerator import get_accelerator
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch.utils._pytree import tree_map
 
-from ..compute import casts
+from ..compute import casts, recorded
 from ..compute.formula import Activation, ExpertFormula, LowRank
 from ..compute.mx import MXTensor
 from ..compute.routing import Routes
 from ..compute.sums import Sum
 from ..config import Recipe
-from ..ffn import expert_ffn, expert_math
+from ..ffn import expert_math
 from ..ffn.expert_ffn import ExpertFFN, unquantized
 from ..ffn.frozen_weights import FrozenWeights
 from ..layers.classic import MXFP8MOELayer
@@ -242,7 +242,7 @@ def _run_kernels(kind: Kind, device: torch.device) -> None:
                     stack.enter_context(patched(owner, name, partial(_run_twice, name)))
             known = _run_ffn(kind, device)
         for name in ("recorded launches", "replayed launches"):
-            _compare(name, _run_ffn(kind, device, recorded=True), known, float("inf"))  # the same bits
+            _compare(name, _run_ffn(kind, device, replayed=True), known, float("inf"))  # the same bits
         if kind.stacked:
             _compare("gradients that are added to sums", _run_ffn(kind, device, summed=True), known, float("inf"))
         # A token's result is that of its first copy. A weight's gradient is the sum over all copies, where other rows
@@ -252,7 +252,7 @@ def _run_kernels(kind: Kind, device: torch.device) -> None:
         _compare("many rows", many, known, 20.0)
 
 
-def _run_ffn(kind: Kind, device: torch.device, copies: int = 1, recorded: bool = False,
+def _run_ffn(kind: Kind, device: torch.device, copies: int = 1, replayed: bool = False,
              summed: bool = False) -> list[torch.Tensor]:
     """The output and all gradients for `copies` of the same tokens, with the same weights in every call.
 
@@ -296,7 +296,7 @@ def _run_ffn(kind: Kind, device: torch.device, copies: int = 1, recorded: bool =
     sums = {id(w): Sum(part.view(w.shape), True, 2.0) for w, part in parts}
     ffn = ExpertFFN(formula, kind.recipe, _Alone() if kind.exchanges else Local(), EXPERTS,
                     name="the check of ds_mxfp8_moe's kernels", sum_of=lambda w, node: sums.get(id(w)))
-    with nullcontext() if recorded else lent(expert_ffn, "executor_for", lambda device: None):
+    with nullcontext() if replayed else lent(recorded, "executor_for", lambda device: None):
         y_TH = ffn(x_TH, Routes(expert_TK=expert_TK, weight_TK=weight_TK, num_experts=EXPERTS), weights,
                    adapters=adapters, frozen=frozen)
         y_TH.backward(g_TH)

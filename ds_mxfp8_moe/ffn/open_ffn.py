@@ -23,16 +23,25 @@ from typing import Any, NamedTuple
 import torch
 
 from ..compute.activation import bias_rows, group_sums
-from ..compute.executor import put_together, taken_apart
 from ..compute.formula import LowRank
 from ..compute.grouped_gemm import plain
 from ..compute.mx import MXTensor
+from ..compute.recorded import flatten, unflatten
 from ..compute.routing import Routes
 from ..config import Recipe
-from .expert_ffn import ExpertFFN, backward_of_call, flattened, flattened_gradients, kept_of, unflattened, wire_of
+from .expert_ffn import (
+    ROLES_OF,
+    Call,
+    ExpertFFN,
+    backward_of_call,
+    flattened,
+    flattened_gradients,
+    roles_needed,
+    unflattened,
+    wire_of,
+)
 from .expert_math import ExpertMath
 
-ROLES_OF = {"up": ("gate", "up"), "down": ("down", )}  # by GEMM
 # Stands for a routing weight of 0 on its way to the experts, where 0 marks padding. The smallest normal float32.
 ZERO = torch.finfo(torch.float32).tiny
 
@@ -68,16 +77,16 @@ class OpenFFN(ExpertFFN):
                  frozen: dict[str, MXTensor] | None, autocast: bool) -> torch.Tensor:
         formula, dtype, timed = self.formula, x_TH.dtype, self.timed or nullcontext
         layout, tensors = flattened(weights)
-        kept, kept_backward = (kept_of(self, self.recipe, layout, tensors, frozen, transposed)
-                               for transposed in (False, True))
-        experts = ExpertMath(formula, self.recipe, None, weights, dtype, kept, adapters, None, frozen)
-        needed = any(one.requires_grad for one in (x_TH, routes.weight_TK, *chain(*adapters.values()), *tensors))
-        self._plan(experts, routes.expert_TK, x_TH, needed and torch.is_grad_enabled())
-        call = _Call(self, experts.plan, experts.recipe, dtype, frozen, kept_backward if experts.keep else None)
+        flat = [*chain(*adapters.values()), *tensors]
+        call = Call(self, ExpertMath(formula, self.recipe, dtype), layout, tuple(adapters), frozen)
+        needed = any(one.requires_grad for one in (x_TH, routes.weight_TK, *flat))
+        plan, call, projections = call.plan(routes.expert_TK, x_TH, flat, needed and torch.is_grad_enabled())
+        call, forward = _Planned(call, plan, call.kept(tensors, transposed=True)), dict(
+            zip(ROLES_OF, projections, strict=True))
 
         def multiply(x_PK: torch.Tensor, name: str) -> torch.Tensor:
             layout, tensors = flattened({role: weights.get(role) for role in ROLES_OF[name]})
-            return _GroupedGEMM.apply(call, experts, name, layout, x_PK, *adapters.get(name, ()), *tensors)
+            return _GroupedGEMM.apply(call, forward[name], name, layout, x_PK, *adapters.get(name, ()), *tensors)
 
         def call_model(function: Callable, x_PN: torch.Tensor) -> torch.Tensor:
             with torch.autocast(x_PN.device.type, dtype) if autocast else nullcontext():
@@ -106,21 +115,35 @@ class OpenFFN(ExpertFFN):
 
 
 def _joined_biases(weights: dict, name: str) -> torch.Tensor | None:
-    """The bias [E, N] of a GEMM's result. None: it has none."""
+    """The bias [E, N] of a GEMM's result, with its gradient. None: it has none."""
     biases = [weights[f"{role}_bias"] for role in ROLES_OF[name] if weights.get(f"{role}_bias") is not None]
     stacks = [bias if isinstance(bias, torch.Tensor) else torch.stack(tuple(bias)) for bias in biases]
     return torch.cat(stacks, dim=1) if stacks else None
 
 
-class _Call(NamedTuple):
-    """What forward and backward of one call share."""
+class _Planned(NamedTuple):
+    """What forward and backward of one call share.
 
-    ffn: OpenFFN
+    Attributes:
+        kept: the quantised weights that backwards share, by GEMM. None: they share none.
+    """
+
+    call: Call
     plan: Any
-    recipe: Recipe
-    dtype: torch.dtype  # of the tokens
-    frozen: dict[str, MXTensor] | None
-    kept: dict[str, MXTensor] | None  # the quantised weights that backwards share
+    kept: dict[str, MXTensor] | None
+
+    @property
+    def ffn(self) -> ExpertFFN:
+        return self.call.ffn
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.call.math.recipe
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the tokens."""
+        return self.call.math.dtype
 
 
 class _Dispatch(torch.autograd.Function):
@@ -168,31 +191,32 @@ class _GroupedGEMM(torch.autograd.Function):
     """Rows, plain or MXFP8, times their experts' weights of one GEMM, with its adapter."""
 
     @staticmethod
-    def forward(ctx, call, experts, name, layout, x_PK, *tensors):
-        x_PK = experts.quantized(x_PK.contiguous())
-        if x_PK.dtype != call.dtype:
-            x_PK = MXTensor.of(x_PK.parts, call.dtype) if isinstance(x_PK, MXTensor) else x_PK.to(call.dtype)
-        adapted = name in experts.adapters
-        kept, kinds = taken_apart([x_PK if adapted or any(ctx.needs_input_grad[5:]) else None])
-        ctx.ffn, ctx.call = call.ffn, (call, name, layout, adapted, kinds)
+    def forward(ctx, planned, projection, name, layout, x_PK, *tensors):
+        math = planned.call.math
+        x_PK = math.quantized(x_PK.contiguous())
+        if x_PK.dtype != math.dtype:
+            x_PK = MXTensor.of(x_PK.parts, math.dtype) if isinstance(x_PK, MXTensor) else x_PK.to(math.dtype)
+        adapted, kept = projection.adapter is not None, []
+        tree = flatten(x_PK if adapted or any(ctx.needs_input_grad[5:]) else None, kept)
+        ctx.ffn, ctx.call = planned.ffn, (planned, name, layout, adapted, tree)
         ctx.save_for_backward(*tensors, *kept)
-        return experts.adapted(experts.gemm(x_PK, name), x_PK, name)
+        return math.multiply(x_PK, projection, planned.plan.group_ends_E)
 
     @staticmethod
     @backward_of_call
     def backward(ctx, g_PN):
-        (call, name, layout, adapted, kinds), needs = ctx.call, ctx.needs_input_grad[5:]
+        (planned, name, layout, adapted, tree), needs = ctx.call, ctx.needs_input_grad[5:]
         saved, factors = ctx.saved_tensors, 2 * adapted
-        tensors, kept = saved[:len(needs)], [*saved[len(needs):]]
-        adapters = {name: LowRank(*tensors[:factors])} if adapted else None
-        experts = ExpertMath(call.ffn.formula, call.recipe, call.plan, unflattened(layout, tensors[factors:]),
-                             call.dtype, call.kept, adapters, None, call.frozen)
-        roles = unflattened(layout, needs[factors:])
-        needed = {role for role, need in roles.items() if (need if isinstance(need, bool) else any(need))}
-        grads: dict = {}
+        tensors, kept = saved[:len(needs)], iter(saved[len(needs):])
+        call = planned.call
+        adapter = LowRank(*tensors[:factors]) if adapted else None
+        projection = call.projection(name, unflattened(layout, tensors[factors:]), adapter)
+        if planned.kept is not None:
+            projection = call.quantized(projection, name, planned.kept, transposed=True)
         g_PN = g_PN if isinstance(g_PN, MXTensor) else g_PN.contiguous()
-        dx_PK = experts.product_backward(name, [g_PN, *put_together(kept, kinds)], needed, grads)
-        flat = [*(grads[name, field] for field in LowRank._fields if adapted), *flattened_gradients(layout, grads)]
+        dx_PK, by_role, of_adapter = call.math.product_backward(
+            g_PN, unflatten(tree, kept), projection, planned.plan.group_ends_E, roles_needed(layout, needs[factors:]))
+        flat = [*(of_adapter or ()), *flattened_gradients(layout, by_role)]
         return None, None, None, None, dx_PK, *(
             grad if need else None for grad, need in zip(flat, needs, strict=True))
 

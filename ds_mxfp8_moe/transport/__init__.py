@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 
 ROW_ALIGNMENT = 128
 
@@ -79,27 +78,6 @@ def room_for(rows: int) -> int:
     return -(-rows // step) * step
 
 
-@dataclass(frozen=True)
-class Pending:
-    """A combine that may still run, on a stream of its own.
-
-    Attributes:
-        results: what the combine returns.
-        done: the event at the combine's end. None: the combine runs on the current stream.
-        kept: the objects that the combine reads, which must not be freed before it ends.
-    """
-
-    results: tuple
-    done: Any = None
-    kept: tuple = ()
-
-    def result(self) -> tuple:
-        """What the combine returns. The current stream waits for its end; the host does not."""
-        if self.done is not None:
-            get_accelerator().current_stream().wait_event(self.done)
-        return self.results
-
-
 def with_zero_row(x: torch.Tensor) -> torch.Tensor:
     """A copy of x [N, M] with one more row, of zeros. An index equal to N reads it."""
     return torch.cat([x, x.new_zeros(1, x.shape[1])])
@@ -112,10 +90,9 @@ class Transport(ABC):
     """
 
     name: str  # of the layer, for errors
-    # The type of its plans, which are named tuples of tensors. Set it only if all that the transport does can be
-    # recorded and replayed (compute/executor.py). Its `plan` then never calls `meanwhile`: a replay would repeat those
-    # launches with the first call's tensors.
-    replayable_plan: type | None = None
+    # Whether all that it does can be recorded and replayed (compute/recorded.py). Its plans are then named tuples of
+    # tensors, its `plan` never calls `meanwhile`, and equal transports do the same.
+    replayable = False
 
     def _where(self, phase: str) -> str:
         return f"'{phase}' of {self.name}"
@@ -166,27 +143,3 @@ class Transport(ABC):
         Returns:
             (y_TH, weight_TK). weight_TK: float32, 0 for dropped choices; None without weight_P.
         """
-
-    def start_combine(self, plan: Any, y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype,
-                      weight_P: torch.Tensor | None = None, phase: str = "combine", sms: int = 0) -> Pending:
-        """Starts a combine. The caller takes its result before the group's next exchange.
-
-        Args:
-            sms: multiprocessors that the combine takes, beside what the caller launches next. 0: the combine takes
-                all that it can use, on the current stream.
-        """
-        return Pending(self.combine(plan, y_PH, wire, dtype, weight_P, phase))
-
-    def sms_beside(self, plan: Any, hidden_size: int, dtype: torch.dtype, wire: Wire, gemm_seconds: float,
-                   gemm_tiles: int) -> int:
-        """Chooses how many multiprocessors a combine should take beside a GEMM.
-
-        Args:
-            hidden_size, dtype: of the rows that the combine adds up.
-            gemm_seconds: the GEMM's estimated duration alone. 0: there is no GEMM to run beside.
-            gemm_tiles: output tiles of the GEMM.
-
-        Returns:
-            Multiprocessors for `start_combine`. 0: both should run one after the other.
-        """
-        return 0

@@ -26,7 +26,7 @@ from .deadline import answers_of_all, failure_of_any, ranks_of
 from .hierarchical import Hierarchical
 from .hops import Hops
 from .local import Local
-from .nvlink import NVLink
+from .nvlink import MOST_MULTIPROCESSORS, NVLink
 from .peer_memory import NoStaging, PeerMemory
 from .releases import check_same_code, own_code
 
@@ -126,8 +126,8 @@ def choose(group: Any, name: str, config: MXFP8MoEConfig | None = None) -> Trans
         _tell(group, verdicts[asked], asked, config)
     verdict = verdicts[asked]
     if verdict.transport == "nvlink":
-        return NVLink(PeerMemory.of(group, extension.try_load()[0]), name, config.nvlink_sms, config.capacity_factor,
-                      config.overlap, config.on_overflow)
+        return NVLink(PeerMemory.of(group, extension.try_load()[0]), name, config.nvlink_sms or MOST_MULTIPROCESSORS,
+                      config.capacity_factor, config.on_overflow)
     if asked.transport == "nvlink":
         raise RuntimeError(f"{name}: the transport nvlink cannot be used here: {in_words(verdict)}. A layer can use "
                            '"transport": "collective" instead')

@@ -6,7 +6,7 @@ the most rows that the choices can need, because the host does not know the coun
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -78,8 +78,8 @@ def plan_rows(expert_TK: torch.Tensor, experts: int, num_rows: int) -> tuple:
 class Local(Transport):
     """`name`: of the layer, for errors."""
 
-    name: str = "an expert-parallel exchange"
-    replayable_plan = LocalPlan
+    name: str = field(default="an expert-parallel exchange", compare=False)
+    replayable = True
 
     def plan(self, expert_TK: torch.Tensor, num_local_experts: int, meanwhile: Callable[[], None] | None = None,
              rows: str = "") -> LocalPlan:

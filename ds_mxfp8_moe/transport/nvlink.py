@@ -20,16 +20,16 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 
 from ..compute.mx import MXTensor
 from ..ops.mx_format import MXParts
-from . import ROW_ALIGNMENT, Pending, Transport, Wire, overlap, padded, room_for
+from . import ROW_ALIGNMENT, Transport, Wire, padded, room_for
 from .kernel_reports import KINDS
 from .peer_memory import PeerMemory, dense
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # kernels.h, Dtype
 LEAST_CHUNK = 16  # tokens
+MOST_MULTIPROCESSORS = 128  # of an exchange, by default
 ALIGNED = 128  # bytes to which the regions of a half are aligned
 
 
@@ -131,7 +131,7 @@ class NVLink(Transport):
     Attributes:
         memory: the group's staging, which all layers share.
         name: of the layer, for errors.
-        sms: multiprocessors that move rows. None: as many as overlap.py says.
+        sms: multiprocessors that move rows at most.
         capacity_factor: sizes the buffers. None: the host waits for the counts, and buffers have room for what
             arrives. A number: each rank has room for `capacity_factor` times its even share of rows. The host then
             never waits, and CUDA graphs can capture calls. All ranks must bring equally many tokens.
@@ -140,14 +140,12 @@ class NVLink(Transport):
             most rows are cut to the same number of rows. Every rank keeps the same share of its choices for an expert
             that is cut, and the last ones by (token, choice) are dropped. A dropped choice counts as -1: it gets no
             row, and its token keeps its other choices.
-        overlap: whether a combine may run beside a GEMM.
     """
 
     memory: PeerMemory
     name: str = "an expert-parallel exchange"
-    sms: int | None = None
+    sms: int = MOST_MULTIPROCESSORS
     capacity_factor: float | None = None
-    overlap: bool = True
     on_overflow: str = "error"
 
     @property
@@ -163,9 +161,8 @@ class NVLink(Transport):
         return self.memory.reports.dropped.total(self.name)
 
     @property
-    def _sms_alone(self) -> int:
-        """Multiprocessors for an exchange that runs beside nothing."""
-        return min(self.sms or overlap.ALONE, self.memory.multiprocessors)
+    def _multiprocessors(self) -> int:
+        return min(self.sms, self.memory.multiprocessors)
 
     def plan(self, expert_TK: torch.Tensor, num_local_experts: int, meanwhile: Callable[[], None] | None = None,
              rows: str = "") -> NVLinkPlan:
@@ -213,7 +210,7 @@ class NVLink(Transport):
         _, ranges_at = regions(most_rows, 4 * K)
         memory.reserve(ranges_at + 8 * W * ext.MAX_CHUNKS, where)
         ext.places(ext.Places(places, group=memory.begin(tag, where), place_RK=place, ranges_at=ranges_at),
-                   self._sms_alone, memory.stream())
+                   self._multiprocessors, memory.stream())
         sizes = sizes or read.sizes(K)
         return NVLinkPlan(num_tokens=T, top_k=K, group_ends_E=tables[:E], received=received, most_rows=most_rows,
                           rows=ext.Rows(prepared, P=sizes["num_rows"], place_RK=place), group_sizes_E=group_sizes,
@@ -278,15 +275,11 @@ class NVLink(Transport):
         ext.dispatch(ext.Dispatch(rows=rows, x_TH=x_TH.data_ptr(), dtype=DTYPES[x_TH.dtype], out_PH=out_PH.data_ptr(),
                                   group_ends_E=plan.group_ends_E.data_ptr(), group_sizes_E=plan.group_sizes_E,
                                   local_experts=plan.group_ends_E.shape[0], **wanted),
-                     self._sms_alone, memory.stream())
+                     self._multiprocessors, memory.stream())
         return MXTensor.of(MXParts(out_PH, scale, block), x_TH.dtype) if wire.mxfp8 else out_PH, weight_P
 
     def combine(self, plan: NVLinkPlan, y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype,
                 weight_P: torch.Tensor | None = None, phase: str = "combine") -> tuple:
-        return self.start_combine(plan, y_PH, wire, dtype, weight_P, phase).result()
-
-    def start_combine(self, plan: NVLinkPlan, y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype,
-                      weight_P: torch.Tensor | None = None, phase: str = "combine", sms: int = 0) -> Pending:
         memory, ext, device = self.memory, self.memory.extension, y_PH.device
         if y_PH.dtype not in (dtype, torch.float32):
             raise TypeError(f"{self.name}: combine got rows of {y_PH.dtype} for a result of {dtype}, expected rows of "
@@ -303,22 +296,5 @@ class NVLink(Transport):
             weights = {"weight_P": weight_P.data_ptr(), "out_weight_TK": weight_TK.data_ptr()}
         args = ext.Combine(rows=rows, y_PH=y_PH.data_ptr(), dtype=DTYPES[y_PH.dtype], out_TH=out_TH.data_ptr(),
                            out_dtype=DTYPES[dtype], **weights)
-        if not sms:
-            ext.combine(args, self._sms_alone, memory.stream())
-            return Pending((out_TH, weight_TK))
-        # The current stream owns all memory. It waits for the side stream (Pending.result) before any of it is freed.
-        memory.side.wait_stream(get_accelerator().current_stream())
-        ext.combine(args, sms, memory.side.cuda_stream)
-        done = get_accelerator().Event()
-        done.record(memory.side)
-        return Pending((out_TH, weight_TK), done, (y_PH, weight_P, plan))
-
-    def sms_beside(self, plan: NVLinkPlan, hidden_size: int, dtype: torch.dtype, wire: Wire, gemm_seconds: float,
-                   gemm_tiles: int) -> int:
-        W, total = self.world_size, self.memory.multiprocessors
-        if not self.overlap or self.memory.side is None:
-            return 0
-        row = hidden_size if wire.mxfp8 else hidden_size * dtype.itemsize
-        moved = hidden_size * dtype.itemsize * (plan.num_rows + plan.num_tokens) + 2 * row * plan.received
-        return overlap.sms_beside(total, row * plan.received * (W - 1) // W, moved, wire.mxfp8,
-                                  plan.received / max(plan.num_rows, 1), gemm_seconds, gemm_tiles, self.sms)
+        ext.combine(args, self._multiprocessors, memory.stream())
+        return out_TH, weight_TK

@@ -84,7 +84,6 @@ class PeerMemory:
         state: the kernels' State (kernels.h), on the device.
         reports: what the kernels tell the host.
         epoch: number of the next exchange.
-        side: a stream for exchanges beside GEMMs. None on CPUs.
         open: an exchange that was sent and is not received yet: its owner, and its name. None: there is none.
     """
 
@@ -96,7 +95,7 @@ class PeerMemory:
         self.device = torch.device(get_accelerator().current_device_name())
         self.multiprocessors = multiprocessors(self.device) if self.device.type == "cuda" else 8
         self.epoch, self.generation, self.open = first_epoch, 0, None
-        self.state, self.side, self.reports = None, None, None
+        self.state, self.reports = None, None
         self._last: tuple = (None, None)  # the stream of the last launch: its raw handle, and torch's object
         self._allocate(FIRST_BYTES, "the first exchange")
 
@@ -128,8 +127,6 @@ class PeerMemory:
 
     def _set_up(self) -> None:
         """Makes what does not change when the staging grows."""
-        if self.device.type == "cuda":  # with a high priority, it gets the multiprocessors that become free
-            self.side = get_accelerator().Stream(priority=-1)
         self.reports = KernelReports(self.group, self.extension, self.ranks, self.node_of, self.device)
         self.extension.load()
         self.state = torch.zeros(self.extension.STATE_WORDS, dtype=torch.int32, device=self.device)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from . import Pending, Transport, Wire
+from . import Transport, Wire
 
 
 class Timed(Transport):
@@ -60,14 +60,6 @@ class Timed(Transport):
         if phase == "combine":
             self._exchanges.append((begin, _now(y_PH.device)))
         return result
-
-    def start_combine(self, plan: Any, y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype,
-                      weight_P: torch.Tensor | None = None, phase: str = "combine", sms: int = 0) -> Pending:
-        return self.transport.start_combine(plan, y_PH, wire, dtype, weight_P, phase, sms)
-
-    def sms_beside(self, plan: Any, hidden_size: int, dtype: torch.dtype, wire: Wire, gemm_seconds: float,
-                   gemm_tiles: int) -> int:
-        return self.transport.sms_beside(plan, hidden_size, dtype, wire, gemm_seconds, gemm_tiles)
 
 
 def _now(device: torch.device) -> Any:

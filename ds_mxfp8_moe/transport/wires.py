@@ -16,9 +16,8 @@ from weakref import ref
 import torch
 import torch.distributed
 
-from . import overlap
 from .deadline import all_to_all, ranks_of
-from .nvlink import ALIGNED, signature
+from .nvlink import ALIGNED, MOST_MULTIPROCESSORS, signature
 from .peer_memory import PeerMemory, dense
 from .rows import as_bytes
 
@@ -111,7 +110,7 @@ class PeerWire(RowWire):
 
     Arguments:
         memory: the hop's staging.
-        sms: multiprocessors that move rows. Default: as many as overlap.py says.
+        sms: multiprocessors that move rows at most.
 
     Attributes:
         other: the wire of the other hop, whose rows this one sends on. If an exchange of it has failed, this one does
@@ -120,7 +119,7 @@ class PeerWire(RowWire):
 
     def __init__(self, memory: PeerMemory, sms: int | None = None):
         self.memory, self.ranks, self.other = memory, memory.ranks, None
-        self.sms = min(sms or overlap.ALONE, memory.multiprocessors)
+        self.sms = min(sms or MOST_MULTIPROCESSORS, memory.multiprocessors)
 
     REGIONS = 1  # of each rank in a half of the staging
 

@@ -14,13 +14,12 @@ it can free inputs, too. A program holds no tensor. It runs on the current strea
 A program does not repeat the function's branches. It is valid only for inputs with the same properties (the executor's
 `signature`). A kernel may get the address of one weight, and find the others by distances that are numbers of a launch
 (quantize.py). The weights must then lie at the same `distances` from each other, which the executor computes too.
-`replayed` keeps one program for each key and distances that its callers give it.
+ds_mxfp8_moe/compute/recorded.py keeps the programs.
 """
 
 import re
 import struct
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -31,9 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from . import launcher
 from .launcher import Kernel
 
-MOST_KEYS, MOST_DISTANCES = 512, 16  # programs are kept for this many keys, and this many distances of one key
 _ACTIVE = threading.local()
-_PROGRAMS: dict[tuple, dict] = {}  # by key and distances; they hold no tensors
 _ALLOCATIONS = {torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default,
                 torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default}
 
@@ -41,36 +38,6 @@ _ALLOCATIONS = {torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.def
 def active() -> "Recording | None":
     """The recording that this thread is in."""
     return getattr(_ACTIVE, "recording", None)
-
-
-def replayed(executor: ModuleType, key: tuple, between: bytes | tuple, function: Callable[[list], tuple],
-             inputs: list[torch.Tensor]) -> tuple:
-    """function(inputs). Records the first call, and replays the recording in later calls if it has no obstacle.
-
-    Args:
-        executor: the loaded module of ops/csrc/replay.
-        key: everything that `function` depends on, except the values in the inputs and `between`.
-        between: distances between inputs. After MOST_DISTANCES different ones, nothing more is recorded for this key.
-        function: returns two things: a list of tensors and None, and an object without tensors.
-        inputs: a replay empties this list.
-    """
-    programs = _PROGRAMS.get(key)
-    if programs is None:
-        if len(_PROGRAMS) == MOST_KEYS:
-            _PROGRAMS.pop(next(iter(_PROGRAMS)))
-        programs = _PROGRAMS[key] = {}
-    found = programs.get(between)
-    if found is None and len(programs) < MOST_DISTANCES:
-        with Recording(inputs) as recording:
-            outputs, other = function(inputs)
-        program = recording.program(outputs, executor)
-        if program is None:
-            warnings.warn(f"mxfp8_moe: the host launches kernels from Python, which is slower: {recording.obstacle}",
-                          stacklevel=2)
-        programs[between] = program, other
-        return outputs, other
-    program, other = found or (None, None)
-    return function(inputs) if program is None else (program(inputs), other)
 
 
 class _Step(NamedTuple):

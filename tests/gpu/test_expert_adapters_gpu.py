@@ -6,8 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ds_mxfp8_moe.ffn import expert_ffn
-from ds_mxfp8_moe.ops.triton_kernels import recording
+from ds_mxfp8_moe.compute import recorded
 from tests.ranks.test_expert_adapters import check, run
 from tests.ranks.test_expert_ffn import RECIPES
 
@@ -20,11 +19,11 @@ def test_equals_merged_weights(one_rank, recipe_name):
 @pytest.mark.parametrize("rank", [8, 16, 64])
 @pytest.mark.parametrize("recipe_name", ["bf16", "hp-32", "hp-128"])
 def test_replayed_calls_give_the_same_bits(one_rank, recipe_name, rank):
-    recording._PROGRAMS.clear()
-    with mock.patch.object(expert_ffn, "executor_for", lambda device: None):
+    recorded._PROGRAMS.clear()
+    with mock.patch.object(recorded, "executor_for", lambda device: None):
         (direct, ) = run(RECIPES[recipe_name], torch.bfloat16, "cuda", rank=rank)
-    assert not recording._PROGRAMS
+    assert not recorded._PROGRAMS
     for found in run(RECIPES[recipe_name], torch.bfloat16, "cuda", calls=3, rank=rank):
         assert all(torch.equal(direct[name], found[name]) for name in direct)
-    programs = [program for by_place in recording._PROGRAMS.values() for program, _ in by_place.values()]
+    programs = [program for by_place in recorded._PROGRAMS.values() for program, _ in by_place.values()]
     assert len(programs) == 2 and all(programs)

@@ -6,12 +6,11 @@ from unittest import mock
 import pytest
 import torch
 
+from ds_mxfp8_moe.compute import recorded
 from ds_mxfp8_moe.compute.formula import ExpertFormula
 from ds_mxfp8_moe.compute.routing import Routes
-from ds_mxfp8_moe.ffn import expert_ffn
 from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.ffn.frozen_weights import FrozenWeights
-from ds_mxfp8_moe.ops.triton_kernels import recording
 from ds_mxfp8_moe.transport.local import Local
 from tests.ranks.test_expert_ffn import RECIPES
 from tests.ranks.test_frozen_experts import calls
@@ -26,13 +25,13 @@ def test_the_bits_of_kept_weights(one_rank, recipe, routing, tokens):
 
 @pytest.mark.parametrize("recipe", ["hp-128", "mxfp8-128", "hp-32"])
 def test_replayed_calls_give_the_same_bits(one_rank, recipe):
-    recording._PROGRAMS.clear()
-    with mock.patch.object(expert_ffn, "executor_for", lambda device: None):
+    recorded._PROGRAMS.clear()
+    with mock.patch.object(recorded, "executor_for", lambda device: None):
         direct = calls(True, recipe, "random", device="cuda")
-    assert not recording._PROGRAMS
+    assert not recorded._PROGRAMS
     for _ in range(2):  # the second time, with other memory
         assert all(map(torch.equal, calls(True, recipe, "random", device="cuda"), direct))
-    programs = [program for found in recording._PROGRAMS.values() for program, _ in found.values()]
+    programs = [program for found in recorded._PROGRAMS.values() for program, _ in found.values()]
     assert len(programs) == 2 and all(programs)
 
 

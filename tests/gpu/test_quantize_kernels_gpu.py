@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ds_mxfp8_moe.compute import casts, mx
-from ds_mxfp8_moe.compute.executor import executor_for, replayed
+from ds_mxfp8_moe.compute.recorded import Weights, recorded
 from ds_mxfp8_moe.ops.mx_format import MXParts
 from ds_mxfp8_moe.ops.triton_kernels import quantize as kernels
 from tests.support.quantize_cases import (
@@ -53,18 +53,19 @@ def beyond_two_to_the_31(rows, columns, block):
 
 def replayed_where_weights_lie(block, transposed):
     """A replay casts the weights of its own call, which lie elsewhere at the same uneven distances."""
-    executor, size, kept = executor_for(torch.device("cuda")), 64 * 96, []
+    size, kept = 64 * 96, []
 
-    def cast(stacks):
-        return {"w": casts.quantize_weights(stacks, block, "rceil", transposed)}
+    @recorded
+    def cast(weights):
+        return casts.quantize_weights(weights.stacks, block, "rceil", transposed)
 
     for turn in range(4):
         memory = torch.randn(12 * size + turn * 1024, dtype=BF16, device="cuda")[turn * 1024:]
         kept.append(memory)  # so that the next one lies elsewhere
         stacks = [[memory[place * size:][:size].view(64, 96) for place in stack]
                   for stack in ((0, 3, 4), (11, 7, 5 + turn % 2))]
-        made = replayed(executor, (block, transposed), lambda _, stacks=stacks: cast(stacks), [memory[:1]], stacks)
-        same(made["w"].parts, cast([[w.cpu() for w in stack] for stack in stacks])["w"])
+        made = cast(Weights(tuple(stacks), apart=True))
+        same(made.parts, cast(Weights(tuple([w.cpu() for w in stack] for stack in stacks), apart=True)))
 
 
 # Tiles divide (1024, 2048), and nothing else here.

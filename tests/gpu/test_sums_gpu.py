@@ -5,8 +5,7 @@ import deepspeed.comm as dist
 import pytest
 import torch
 
-from ds_mxfp8_moe.ffn import expert_ffn
-from ds_mxfp8_moe.ops.triton_kernels import recording
+from ds_mxfp8_moe.compute import recorded
 from tests.ranks.test_sums import BF16, STEPS, expected, forward, step_by_step, trained
 from tests.ranks.test_zero import check_equal
 from tests.support.autoep_models import engine as autoep_engine
@@ -38,11 +37,11 @@ def test_trainings_are_deepspeeds_bit_for_bit(gpu_ranks, stage, config, dtype, r
 @pytest.mark.parametrize("recipe, name", [("hp-128", "swiglu"), ("mxfp8-128", "swiglu"), ("hp-32", "gelu"),
                                           ("bf16", "gelu")])
 def test_replays_take_the_sums_of_their_own_call(one_rank, recipe, name, monkeypatch):
-    monkeypatch.setattr(recording, "_PROGRAMS", {})
+    monkeypatch.setattr(recorded, "_PROGRAMS", {})
     found = step_by_step(recipe, name, device="cuda")
-    programs = [program for of_key in recording._PROGRAMS.values() for program, _ in of_key.values()]
+    programs = [program for of_key in recorded._PROGRAMS.values() for program, _ in of_key.values()]
     assert len(programs) == (4 if name == "swiglu" else 3) and None not in programs
-    monkeypatch.setattr(expert_ffn, "executor_for", lambda device: None)
+    monkeypatch.setattr(recorded, "executor_for", lambda device: None)
     direct = step_by_step(recipe, name, device="cuda")
     assert all(map(torch.equal, found, direct)) and len(found) == len(direct)
 

@@ -4,16 +4,19 @@ The kernel here writes to addresses, as kernels on a GPU do."""
 
 import ctypes
 import gc
+import itertools
 import weakref
+from typing import NamedTuple
 
 import pytest
 import torch
 
+from ds_mxfp8_moe.compute import recorded
 from ds_mxfp8_moe.compute.mx import quantize
 from ds_mxfp8_moe.ops.op_builder import replay
 from ds_mxfp8_moe.ops.triton_kernels import recording
 from ds_mxfp8_moe.ops.triton_kernels.grouped_gemm_hopper import descriptor
-from ds_mxfp8_moe.ops.triton_kernels.recording import Kernel, Recording, replayed
+from ds_mxfp8_moe.ops.triton_kernels.recording import Kernel, Recording
 
 pytestmark = pytest.mark.skipif(not replay.ReplayBuilder().is_compatible(),
                                 reason=str(replay.ReplayBuilder()._obstacle()))
@@ -122,22 +125,53 @@ def test_a_program_computes_what_was_recorded_on_other_tensors(executor):
         assert equal(program(list(given)), layer(*given)[0])
 
 
-def test_the_first_call_records_and_the_others_replay(executor, monkeypatch):
-    monkeypatch.setattr(recording, "_PROGRAMS", {})
-    calls = []
+class Outcome(NamedTuple):
+    tensors: tuple
+    beside: dict
 
-    def counted(given):
-        calls.append(given)
-        return layer(*given)
 
-    for seed in range(4):
-        given = inputs(seed)
-        outputs, beside = replayed(executor, ("key", ), (), counted, list(given))
-        assert equal(outputs, layer(*given)[0]) and beside == "beside"
-    assert len(calls) == 1
-    for distance in range(20):  # which never come again: at some point recording ends
-        replayed(executor, ("other", ), (distance, ), counted, inputs(0))
-    assert len(recording._PROGRAMS[("other", )]) == recording.MOST_DISTANCES
+@pytest.fixture
+def calls(executor, monkeypatch):
+    """The settings of the calls of `counted` that ran in Python."""
+    monkeypatch.setattr(recorded, "executor_for", lambda device: executor)
+    monkeypatch.setattr(recorded, "_PROGRAMS", {})
+    CALLS.clear()
+    return CALLS
+
+
+CALLS: list = []
+
+
+@recorded.recorded
+def counted(how, pair, weights):
+    CALLS.append(how)
+    tensors, beside = layer(*pair, weights.stacks[0][-1])
+    return Outcome(tuple(tensors), {"beside": beside, "mx": quantize(tensors[-1].repeat(1, 32), 32), "how": how})
+
+
+def test_the_first_call_records_and_the_others_replay(calls):
+    for how, seed in itertools.product(("a", "b"), range(4)):
+        x, w, b = inputs(seed)
+        found = counted(how, (x, w), recorded.Weights(([b], ), apart=True))
+        wanted, _ = layer(x, w, b)
+        assert type(found) is Outcome and equal(found.tensors, wanted) and found.beside["how"] == how
+        assert torch.equal(found.beside["mx"].qdata, quantize(wanted[-1].repeat(1, 32), 32).qdata)
+    assert calls == ["a", "b"]
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_weights_that_lie_elsewhere_are_recorded_apart(calls, apart):
+    """By their distances in a stack, or in all stacks. At some point, recording ends."""
+    x, w, _ = inputs(0)
+    memory = torch.randn(1000)
+    for distance in range(0, 160, 8):
+        one, other, third = memory[:6], memory[8:14], memory[16 + distance:][:6]
+        stacks = ([one, other], [third]) if distance % 16 else ([one, other, third], )
+        for _ in range(2):
+            found = counted("c", (x, w), recorded.Weights(stacks, apart))
+            assert equal(found.tensors, layer(x, w, stacks[0][-1])[0])
+    most = recorded.MOST_DISTANCES
+    assert [len(of_key) for of_key in recorded._PROGRAMS.values()] == ([10, 1] if apart else [10, 10]) and most == 16
 
 
 def test_inputs_in_one_storage_are_read_where_they_lie(executor):

@@ -22,6 +22,7 @@ from ds_mxfp8_moe.transport.choose import MOST_RANKS, Asked, Place, Verdict, cho
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.deadline import PeerError
 from ds_mxfp8_moe.transport.local import Local
+from ds_mxfp8_moe.transport.nvlink import MOST_MULTIPROCESSORS
 from ds_mxfp8_moe.transport.releases import own_code
 from tests.support.models import Block, SwiGLU, moe_layer
 from tests.support.rank_pool import set_timeout
@@ -89,7 +90,7 @@ def choices(requested, changes_of_rank_1, times=1, **options):
     return got, out.getvalue(), dict(asked)
 
 
-NVLINK = ("staging made by the extension", "block.3.moe", None, None, True, "error")
+NVLINK = ("staging made by the extension", "block.3.moe", MOST_MULTIPROCESSORS, None, "error")
 
 
 def test_nvlink_where_it_is_possible_and_the_question_asked_once(ranks2):
@@ -101,9 +102,9 @@ def test_nvlink_where_it_is_possible_and_the_question_asked_once(ranks2):
 
 
 def test_options_reach_the_transport(ranks2):
-    for got, _, _ in ranks2.run(choices, "nvlink", {}, nvlink_sms=24, capacity_factor=1.5, overlap=False,
+    for got, _, _ in ranks2.run(choices, "nvlink", {}, nvlink_sms=24, capacity_factor=1.5,
                                     on_overflow="drop"):
-        assert got == [(*NVLINK[:2], 24, 1.5, False, "drop")]
+        assert got == [(*NVLINK[:2], 24, 1.5, "drop")]
 
 
 REASONS = [

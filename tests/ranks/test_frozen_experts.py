@@ -15,11 +15,10 @@ import pytest
 import torch
 
 import ds_mxfp8_moe
-from ds_mxfp8_moe.compute import grouped_gemm, mx
+from ds_mxfp8_moe.compute import grouped_gemm, mx, recorded
 from ds_mxfp8_moe.compute.formula import LowRank
 from ds_mxfp8_moe.compute.routing import Routes
 from ds_mxfp8_moe.config import ConfigError
-from ds_mxfp8_moe.ffn import expert_ffn
 from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.ffn.frozen_weights import FrozenWeights
 from ds_mxfp8_moe.ffn.kept_weights import KeptWeights
@@ -134,12 +133,12 @@ def test_replayed_calls_read_frozen_weights(monkeypatch, recipe):
     monkeypatch.setattr(grouped_gemm, "emulated", lambda device, dtype: True)  # which asks an op that has no tensors
     wanted = calls(True, recipe, "random")
     executor = replay.ReplayBuilder().jit_load()
-    monkeypatch.setattr(expert_ffn, "executor_for", lambda device: executor)
+    monkeypatch.setattr(recorded, "executor_for", lambda device: executor)
     monkeypatch.setattr(recording.launcher, "current_stream", lambda: lambda device: 0)
-    monkeypatch.setattr(recording, "_PROGRAMS", {})
+    monkeypatch.setattr(recorded, "_PROGRAMS", {})
     for _ in range(2):  # the second time, with other memory
         assert all(map(torch.equal, calls(True, recipe, "random"), wanted))
-    programs = [program for found in recording._PROGRAMS.values() for program, _ in found.values()]
+    programs = [program for found in recorded._PROGRAMS.values() for program, _ in found.values()]
     assert len(programs) == 2 and None not in programs
 
 

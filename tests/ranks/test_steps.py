@@ -13,12 +13,11 @@ import deepspeed.comm as dist
 import pytest
 import torch
 
-from ds_mxfp8_moe.compute import grouped_gemm
+from ds_mxfp8_moe.compute import casts, grouped_gemm, recorded
 from ds_mxfp8_moe.compute.formula import LowRank
 from ds_mxfp8_moe.compute.routing import Routes
-from ds_mxfp8_moe.ffn import expert_ffn
+from ds_mxfp8_moe.ffn import expert_math
 from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
-from ds_mxfp8_moe.ffn.expert_math import ExpertMath
 from ds_mxfp8_moe.ffn.kept_weights import KeptWeights
 from ds_mxfp8_moe.ops.op_builder import replay
 from ds_mxfp8_moe.ops.triton_kernels import recording
@@ -29,18 +28,20 @@ from tests.support.slow import slow_except
 
 pytestmark = pytest.mark.skipif(not replay.ReplayBuilder().is_compatible(),
                                 reason=str(replay.ReplayBuilder()._obstacle()))
-STEPS = "forward_rows", "_backward_to_dpre", "_backward_to_dx", "_ups_wgrad", "_quantize_weights"
-CALLS = "_forward", "_backward"
+# What a forward and a backward run in Python, and how often. A replay runs none of it.
+PARTS = ((expert_math, ("activate", "activate_backward", "grouped_mm_wgrad_rows")), (casts, ("quantize_weights", )))
+ONCE = {"activate": 1, "activate_backward": 1, "grouped_mm_wgrad_rows": 2}
+CALLS = (Local, ("plan", "combine"))
 FEW = 1e6  # tokens per expert, of which every call has fewer
 
 
 @contextmanager
-def launches_are(recorded: bool):
+def launches_are(replayed: bool):
     """Within it, what can be recorded is recorded and replayed on the CPU, or not."""
-    executor = replay.ReplayBuilder().jit_load() if recorded else None
-    with mock.patch.object(expert_ffn, "executor_for", lambda device: executor), \
+    executor = replay.ReplayBuilder().jit_load() if replayed else None
+    with mock.patch.object(recorded, "executor_for", lambda device: executor), \
             mock.patch.object(recording.launcher, "current_stream", lambda: lambda device: 0), \
-            mock.patch.object(recording, "_PROGRAMS", {}), \
+            mock.patch.object(recorded, "_PROGRAMS", {}), \
             mock.patch.object(grouped_gemm, "emulated", lambda device, dtype: True):  # else an op without tensors
         yield
 
@@ -64,7 +65,7 @@ def counted(*owned):
 
 
 def programs() -> list:
-    return [program for found in recording._PROGRAMS.values() for program, _ in found.values()]
+    return [program for found in recorded._PROGRAMS.values() for program, _ in found.values()]
 
 
 def equal(a: list, b: list) -> bool:
@@ -110,10 +111,10 @@ def both_ways(recipe, name, **keys):
     """Whether recorded and replayed calls give the same bits as others; how often functions ran in Python; and the
     number of programs, and of those that are missing."""
     torch.manual_seed(0)
-    with launches_are(recorded=False):
+    with launches_are(replayed=False):
         wanted = trained(recipe, name, **keys)
     torch.manual_seed(0)
-    with launches_are(recorded=True), counted((ExpertMath, STEPS), (expert_ffn, CALLS)) as counts:
+    with launches_are(replayed=True), counted(*PARTS, CALLS) as counts:
         found = trained(recipe, name, **keys)
         return equal(wanted, found), counts, len(programs()), programs().count(None)
 
@@ -144,9 +145,7 @@ def casts_of(recipe: str, few: bool = False) -> int:
 def test_replayed_steps_give_the_same_bits(ranks2, case):
     recipe, name, keys = (keys := dict(CASES[case])).pop("recipe"), keys.pop("name"), keys
     casts = casts_of(recipe, keys.get("few", False))
-    # A step that quantises weights to be kept is recorded again where they are given.
-    backward = 2 if keys.get("kept") and casts else 1
-    once = dict(zip(STEPS, (1, backward, backward, 1, casts), strict=True)) | dict.fromkeys(CALLS, 3)
+    once = ONCE | {"quantize_weights": casts, "plan": 0, "combine": 0}
     for same, counts, number, missing in ranks2.run(both_ways, RECIPES[recipe], name, **keys):
         assert same and missing == 0 and number >= 1 and counts == once
 
@@ -156,16 +155,16 @@ def test_replayed_steps_give_the_same_bits(ranks2, case):
 def test_replayed_calls_of_one_rank_give_the_same_bits(one_rank, case):
     recipe, name, keys = (keys := dict(CASES[case])).pop("recipe"), keys.pop("name"), keys
     casts = casts_of(recipe, keys.get("few", False))
-    times = 2 if keys.get("kept") and casts else 1  # where kept weights are made, and where they are given
-    once = dict.fromkeys((*STEPS, *CALLS), times) | {"_quantize_weights": casts}
-    assert both_ways(RECIPES[recipe], name, **keys) == (True, once, 2 * times, 0)
+    once = ONCE | {"quantize_weights": casts, "plan": 1, "combine": 2}
+    kept = casts if keys.get("kept") else 0  # each by a program of its own
+    assert both_ways(RECIPES[recipe], name, **keys) == (True, once, 2 + kept, 0)
 
 
 def other_dtypes(recipe, **keys):
     """Whether layers whose weights have other dtypes, and whose rows have the same, share no recordings."""
     dtypes, same = (torch.bfloat16, torch.float32), []
-    for recorded in (False, True):
-        with launches_are(recorded):
+    for replayed in (False, True):
+        with launches_are(replayed):
             torch.manual_seed(0)
             same.append([x for dtype in dtypes for x in trained(recipe, "swiglu", dtype=dtype, **keys)])
     return equal(*same) and {x.dtype for x in same[1]} == set(dtypes)
@@ -193,20 +192,20 @@ def layer(recipe="hp-128", **keys):
 
 
 def test_layers_share_recordings_which_hold_nothing_of_them(one_rank):
-    with launches_are(recorded=False):
+    with launches_are(replayed=False):
         wanted = one_call(*layer())
-    with launches_are(recorded=True), counted((expert_ffn, CALLS)) as counts:
+    with launches_are(replayed=True), counted(CALLS) as counts:
         first = layer()
         for _ in range(3):
             assert equal(one_call(*first), wanted)
-        assert list(counts.values()) == [2, 2] and len(programs()) == 4
+        assert list(counts.values()) == [1, 2] and len(programs()) == 2 + 4
         held = [weakref.ref(x) for x in (first[0], *chain(*first[-1].values()), *first[0].kept._forward.values())]
         del first
         gc.collect()
         assert not any(ref() for ref in held) and len(held) == 1 + 3 * 8 + 2
         for _ in range(3):
             assert equal(one_call(*layer()), wanted)
-        assert list(counts.values()) == [2, 2] and len(programs()) == 4
+        assert list(counts.values()) == [1, 2] and len(programs()) == 2 + 4
 
 
 def test_what_a_call_depends_on_is_recorded_apart(one_rank):
@@ -226,12 +225,13 @@ def test_what_a_call_depends_on_is_recorded_apart(one_rank):
                 found.append(one[0](one[1], *one[3:]))
         return found
 
-    with launches_are(recorded=False):
+    with launches_are(replayed=False):
         wanted = results()
-    with launches_are(recorded=True), counted((expert_ffn, CALLS)) as counts:
+    with launches_are(replayed=True), counted(CALLS) as counts:
         assert equal(results(), wanted)
         # Two numbers of tokens, with a backward and without; and the calls without tokens, which run in Python.
-        assert counts == {"_forward": 2 * 2 + 2 * 2, "_backward": 3 + 2}
+        forwards, backwards = 2 * 2 + 2 * 2, 3 + 2
+        assert counts == {"plan": forwards, "combine": forwards + backwards}
 
 
 def test_timed_calls_are_recorded_in_steps(one_rank):
@@ -241,21 +241,22 @@ def test_timed_calls_are_recorded_in_steps(one_rank):
         seen.append(phase)
         return nullcontext()
 
-    with launches_are(recorded=False):
+    with launches_are(replayed=False):
         wanted = one_call(*layer())
-    with launches_are(recorded=True), counted((ExpertMath, STEPS), (expert_ffn, CALLS)) as counts:
+    with launches_are(replayed=True), counted(*PARTS, CALLS) as counts:
         for _ in range(3):
             ffn, *given = layer()
             ffn = ExpertFFN(ffn.formula, ffn.recipe, ffn.transport, ffn.num_local_experts, timed=timed)
             assert equal(one_call(ffn, *given), wanted)
     assert seen == ["dispatch", "combine"] * 3
-    assert counts == dict.fromkeys(STEPS, 1) | {"_quantize_weights": 4} | dict.fromkeys(CALLS, 3)
+    assert counts == ONCE | {"quantize_weights": 4, "plan": 3, "combine": 6}
 
 
 def test_calls_without_a_recording_give_the_same_bits(one_rank, monkeypatch):
-    monkeypatch.setattr(recording, "MOST_DISTANCES", 0)
+    monkeypatch.setattr(recorded, "MOST_DISTANCES", 0)
     same, counts, *none = both_ways(RECIPES["mxfp8-32"], "swiglu", kept=True, biased=True)
-    assert same and none == [0, 0] and counts == dict.fromkeys((*STEPS, *CALLS), 3) | {"_quantize_weights": 2 * 4}
+    assert same and none == [0, 0] and counts == {
+        **{name: 3 * times for name, times in ONCE.items()}, "quantize_weights": 2 * 4, "plan": 3, "combine": 6}
 
 
 def test_few_sizes_hold_all_numbers_of_rows():

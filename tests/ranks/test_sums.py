@@ -339,8 +339,8 @@ def step_by_step(recipe, name, device="cpu"):
 
 @pytest.mark.parametrize("recipe, name", [("hp-128", "swiglu"), ("mxfp8-32", "gelu"), ("bf16", "gelu")])
 def test_replays_take_the_sums_of_their_own_call(one_rank, recipe, name):
-    with launches_are(recorded=False):
+    with launches_are(replayed=False):
         wanted = step_by_step(recipe, name)
-    with launches_are(recorded=True):
+    with launches_are(replayed=True):
         assert equal(step_by_step(recipe, name), wanted)
         assert len(programs()) == (4 if name == "swiglu" else 3) and None not in programs()

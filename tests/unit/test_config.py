@@ -29,7 +29,6 @@ ALL_KEYS = {
     "nvlink_sms": 24,
     "capacity_factor": 1.5,
     "on_overflow": "drop",
-    "overlap": False,
     "batch_gradients": False,
     "keep_quantized_weights": True,
     "frozen_experts": "mxfp8",
@@ -172,7 +171,8 @@ def test_keys_of_deepspeeds_own_section_are_sent_there(key):
         ("node_size", 0, "is 0. Input should be greater than or equal to 1"),
         ("wire", "ibgda", "is \"ibgda\". Input should be 'host', 'nvshmem' or 'peer_memory'"),
         ("enabled", "true", 'is "true". Input should be a valid boolean'),
-        ("overlap", 1, "is 1. Input should be a valid boolean"),
+        ("overlap", True, "is no key any more"),
+        ("self_check", 1, "is 1. Input should be a valid boolean"),
         ("min_tokens_per_expert", -1, "is -1. Input should be greater than or equal to 0"),
         ("min_tokens_per_expert", True, "is true. Input should be a valid integer"),
         ("nvlink_sms", 0, "is 0. Input should be greater than or equal to 1"),
@@ -206,7 +206,7 @@ def test_auto_is_no_value(key):
 
 
 def test_every_problem_gets_its_line():
-    assert len(problems(recipie="mxfp8", overlap="auto", scaling_mode="up", include=["("])) == 4
+    assert len(problems(recipie="mxfp8", self_check="auto", scaling_mode="up", include=["("])) == 4
 
 
 def test_direct_construction_raises_the_same():

@@ -17,7 +17,7 @@ HOSTILE = ["null", "true", "false", "0", "1", "-1", "2", "2.5", "1e308", "-0.0",
            json.dumps(["(" * 3000 + ")" * 3000]), "[" * 90 + "]" * 90, "[" * 900 + "]" * 900, '{"every": 0}',
            '{"every": 1, "self": 1}', '{"\\ud800": 1}', '{"every": "auto"}', json.dumps({"every": 10**400})]
 VALID = {"enabled": "true", "recipe": '"mxfp8"', "scale_block_size": "128", "transport": '"collective"',
-         "include": '[".*moe"]', "metrics": '{"every": 5}', "min_tokens_per_expert": "0", "overlap": "false"}
+         "include": '[".*moe"]', "metrics": '{"every": 5}', "min_tokens_per_expert": "0", "self_check": "false"}
 KEYS = [*MXFP8MoEConfig.model_fields, "self", "strict", "data", "model_config", "", "recipie", "\\ud800", "\\u0000",
         "a" * 5000, "autoep_size", "{}", "%s"]
 AROUND = ["optimizer", "expert_parallel", "gradient_accumulation_steps", "wall_clock_breakdown", "zero_optimization",

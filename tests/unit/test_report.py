@@ -190,7 +190,7 @@ def test_config_without_the_section_is_plain_deepspeed(tmp_path, capsys):
 
 def test_config_in_error_is_reported_and_ends_with_1(tmp_path, capsys):
     path = tmp_path / "ds_config.json"
-    path.write_text('{"mxfp8_moe": {"recipie": "mxfp8", "overlap": "yes"}}')
+    path.write_text('{"mxfp8_moe": {"recipie": "mxfp8", "self_check": "yes"}}')
     assert report.main([str(path)]) == 1
     text = capsys.readouterr().out
     assert text.count('[FAIL] "mxfp8_moe":') == 2 and 'did you mean "recipe"' in text

@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ds_mxfp8_moe.compute import casts
 from ds_mxfp8_moe.compute.formula import ExpertFormula
-from ds_mxfp8_moe.compute.grouped_gemm import wgrad_cost
+from ds_mxfp8_moe.compute.recorded import Weights
 from ds_mxfp8_moe.config import WIRE_KEYS, Recipe
-from ds_mxfp8_moe.ffn.expert_math import ExpertMath
+from ds_mxfp8_moe.ffn.expert_math import ExpertMath, Projection
 from ds_mxfp8_moe.transport import Wire
 from exchange.dispatch_combine import Today
 from kernels.shapes import SEED_SHAPES
@@ -104,47 +104,47 @@ def wire(chosen: Recipe, dtype: str) -> Wire:
     return Wire(dtype == "mxfp8", chosen.block_size, chosen.scaling_mode)
 
 
+def projection(math: ExpertMath, w_EHD: torch.Tensor) -> Projection:
+    return Projection(("up", ), w_EHD.dtype, Weights((w_EHD, ), math.recipe.quantize_gemm))
+
+
 class _Pipeline(torch.autograd.Function):
-    """Dispatch, GEMM and combine over a transport. Backward overlaps them as ExpertFFN does.
+    """Dispatch, GEMM and combine over a transport.
 
     Kept for backward: the rows as they arrived, in MXFP8 if they travelled in MXFP8.
     """
 
     @staticmethod
-    def forward(ctx, transport: Any, experts: ExpertMath, x_TD: torch.Tensor, w_EHD: torch.Tensor) -> torch.Tensor:
-        plan, chosen = experts.plan, experts.recipe
+    def forward(ctx, transport: Any, plan: Any, math: ExpertMath, x_TD: torch.Tensor,
+                w_EHD: torch.Tensor) -> torch.Tensor:
+        chosen, weights = math.recipe, projection(math, w_EHD)
         x_PD, _ = transport.dispatch(plan, x_TD, wire(chosen, chosen.dispatch_fwd))
-        y_PH = experts.gemm(experts.quantized(x_PD), "up")
+        y_PH = math.gemm(math.quantized(x_PD), weights, plan.group_ends_E)
         y_TH, _ = transport.combine(plan, y_PH, wire(chosen, chosen.combine_fwd), BF16)
-        ctx.call, ctx.kept = (transport, experts, w_EHD), x_PD
+        ctx.call, ctx.kept = (transport, plan, math, weights), x_PD
         return y_TH
 
     @staticmethod
     def backward(ctx, g_TH: torch.Tensor) -> tuple:
-        (transport, experts, w_EHD), x_PD = ctx.call, ctx.kept
-        plan, chosen = experts.plan, experts.recipe
+        (transport, plan, math, weights), x_PD = ctx.call, ctx.kept
+        chosen, ends_E = math.recipe, plan.group_ends_E
         g_PH, _ = transport.dispatch(plan, g_TH, wire(chosen, chosen.combine_bwd))
-        columns = experts.reads_columns(g_PH)
+        columns = math.reads_columns(g_PH)
         if columns:
             g_rows, g_wgrad = casts.quantize_both(g_PH, chosen.block_size, chosen.scaling_mode)
         else:
-            g_rows = experts.quantized(g_PH)
-            g_wgrad = g_rows if experts.wgrad_quantized else g_PH
-        dx_PD = experts.gemm(g_rows, "up", transposed=True)
-        wire_back = wire(chosen, chosen.dispatch_bwd)
-        beside = transport.sms_beside(plan, dx_PD.shape[1], BF16, wire_back,
-                                      *wgrad_cost(g_wgrad, x_PD, len(w_EHD), experts.wgrad_quantized))
-        back = transport.start_combine(plan, dx_PD, wire_back, BF16, sms=beside)
-        dw_EHD = experts.wgrad_gemm(g_wgrad, x_PD, w_EHD.dtype, columns, beside)
-        dx_TD, _ = back.result()
-        return None, None, dx_TD, dw_EHD
+            g_rows = math.quantized(g_PH)
+            g_wgrad = g_rows if math.wgrad_quantized else g_PH
+        dx_PD = math.gemm(g_rows, weights, ends_E, transposed=True)
+        dx_TD, _ = transport.combine(plan, dx_PD, wire(chosen, chosen.dispatch_bwd), BF16)
+        return None, None, None, dx_TD, math.wgrad_gemm(g_wgrad, x_PD, ends_E, weights.dtype, columns)
 
 
 def over(transport: Any, case: Case, chosen: Recipe) -> Callable[[], torch.Tensor]:
     """The pipeline in a recipe; its plan is made here."""
     formula = ExpertFormula("mlp", None, case.dim, case.hidden, up="up")
-    experts = ExpertMath(formula, chosen, transport.plan(case.expert_TK, case.experts), {"up": case.w_EHD}, BF16)
-    return lambda: _Pipeline.apply(transport, experts, case.x_TD, case.w_EHD)
+    plan = transport.plan(case.expert_TK, case.experts)
+    return lambda: _Pipeline.apply(transport, plan, ExpertMath(formula, chosen, BF16), case.x_TD, case.w_EHD)
 
 
 def compared(results: tuple) -> dict[str, torch.Tensor]:
