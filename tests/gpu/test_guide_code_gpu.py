@@ -8,7 +8,8 @@ from tests.ranks import test_guide_code as guides
 
 
 @pytest.mark.parametrize("guide", [guides.quick_start, guides.classic, guides.trainer, guides.accelerate, guides.lora,
-                                   guides.metrics, guides.serving, guides.plain_torch],
+                                   guides.metrics, guides.serving,
+                                   pytest.param(guides.plain_torch, marks=guides.needs_exchange)],
                          ids=lambda guide: guide.__name__)
 def test_scripts(pair, tmp_path, guide):
     pair.run(guide, tmp_path)
