@@ -21,7 +21,7 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from ..compute.crossover import min_tokens_per_expert
 from ..compute.formula import Activation, ExpertFormula, ExpertWeights, NotRecognised
 from ..config import ConfigError, MXFP8MoEConfig, Recipe, current_device, resolve
-from ..ffn.expert_ffn import unquantized
+from ..ffn.expert_math import unquantized
 from ..layers.activation_proof import activation_of
 from ..layers.adapters import adapted_parts
 from ..layers.classic import LayerSettings, MXFP8MOELayer

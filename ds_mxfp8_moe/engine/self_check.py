@@ -36,7 +36,8 @@ from ..compute.routing import Routes
 from ..compute.sums import Sum
 from ..config import Recipe
 from ..ffn import expert_math
-from ..ffn.expert_ffn import ExpertFFN, unquantized
+from ..ffn.expert_ffn import ExpertFFN
+from ..ffn.expert_math import unquantized
 from ..ffn.frozen_weights import FrozenWeights
 from ..layers.classic import MXFP8MOELayer
 from ..layers.experts import MXFP8Experts

@@ -29,17 +29,8 @@ from ..compute.mx import MXTensor
 from ..compute.recorded import flatten, unflatten
 from ..compute.routing import Routes
 from ..config import Recipe
-from .expert_ffn import (
-    ROLES_OF,
-    Call,
-    ExpertFFN,
-    backward_of_call,
-    flattened,
-    flattened_gradients,
-    roles_needed,
-    unflattened,
-    wire_of,
-)
+from .call import ROLES_OF, Call, flattened, flattened_gradients, roles_needed, unflattened
+from .expert_ffn import ExpertFFN, backward_of_call, wire_of
 from .expert_math import ExpertMath
 
 # Stands for a routing weight of 0 on its way to the experts, where 0 marks padding. The smallest normal float32.

@@ -284,7 +284,7 @@ def test_torch_compile_gives_the_same_bits_without_dropping(ranks2):
 def small_groups_run_bf16():
     plain = make(k=2)
     x = tokens()  # 2 ranks x 120 tokens x 2 choices / 8 experts = 60 tokens an expert
-    with mock.patch("ds_mxfp8_moe.ffn.expert_ffn.warning_once") as warn:
+    with mock.patch("ds_mxfp8_moe.ffn.call.warning_once") as warn:
         exact, below, above = (step(converted(plain, **keys), x)["y"] for keys in (
             {"recipe": "bf16"}, {"min_tokens_per_expert": 61}, {"min_tokens_per_expert": 60}))
     assert torch.equal(exact, below) and not torch.equal(exact, above)
