@@ -14,14 +14,14 @@ with importing():
     from .engine.attach import convert
     from .engine.convert import ConversionReport
     from .engine.replay import pad_routes, record_routes, replay_routes
-    from .engine.start import enable, initialize
+    from .engine.start import disable, enable, initialize
     from .layers.registries import register
     from .transport.deadline import PeerError
 
 __version__ = "0.1.0"
-__all__ = ["ConfigError", "ConversionReport", "MXFP8MoEConfig", "PeerError", "convert", "enable", "export_weights",
-           "from_pretrained", "initialize", "pad_routes", "record_routes", "register", "replay_routes",
-           "save_pretrained"]
+__all__ = ["ConfigError", "ConversionReport", "MXFP8MoEConfig", "PeerError", "convert", "disable", "enable",
+           "export_weights", "from_pretrained", "initialize", "pad_routes", "record_routes", "register",
+           "replay_routes", "save_pretrained"]
 _RENAMED = {"PeerFailure": "PeerError", "padded_routes": "pad_routes"}
 
 

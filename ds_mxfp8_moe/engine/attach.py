@@ -21,7 +21,7 @@ from ..transport.agreement import compare_starts
 from ..transport.deadline import answers_of_all
 from .advice import about_enabled, about_expert_parallel, about_keys, about_router_keys, about_speed
 from .convert import ConversionReport, LayerReport, convert_layers
-from .hooks import engine_of, hook_engine, model_of
+from .hooks import engine_of, engines_alive, hook_engine, model_of, remember_engine
 from .moe_engine import MoEEngine, make_moe_engine
 from .self_check import check, kinds_of, line_about, worst
 
@@ -94,8 +94,10 @@ def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | st
     section = _section(config)
     if "enabled" not in section.model_fields_set:
         section = section.model_copy(update={"enabled": True})
-    engine = engine_of(model_or_engine)
+    engine = engine_of(model_or_engine) or next(
+        (one for one in engines_alive() if one.module is model_or_engine), None)
     if engine is not None:
+        remember_engine(engine)
         report = attach(engine, section)
         if not section.enabled:
             print_on_rank_0(report)

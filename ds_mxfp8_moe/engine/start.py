@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The JSON flag: `initialize` for deepspeed.initialize, and `enable` for libraries that call that themselves.
-
-Importing this module makes engines say so if their config has the section and neither of the two read it.
-"""
+"""The JSON flag: `initialize` for deepspeed.initialize, and `enable` for libraries that call that themselves."""
 
 import atexit
-import gc
 import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -22,14 +18,13 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import logger
 
 from ..config import SECTION, ConfigError, MXFP8MoEConfig, parse
-from ..layers.found import converted_layers
 from ..layers.held_experts import holds_experts, quantised_experts
-from ..layers.patches import wrap
+from ..layers.patches import patched, undo_wraps, wrap
 from ..layers.say import print_on_rank_0, say_if_missing
 from ..ops.private_names import missing
 from ..transport.agreement import compare_starts
 from .attach import attach
-from .hooks import remember_engine
+from .hooks import engines_alive, remember_engine
 from .moe_engine import make_moe_engine
 
 # Whether `initialize` or `enable` reads the config of the engine that is being made.
@@ -38,29 +33,53 @@ UNREAD = (f'mxfp8_moe: WARNING: the DeepSpeed config has the section "{SECTION}"
           "plain DeepSpeed. Call ds_mxfp8_moe.initialize in place of deepspeed.initialize. Where a library calls that "
           "(Hugging Face Trainer, Accelerate), call ds_mxfp8_moe.enable() before it does, or start the program by "
           "python -m ds_mxfp8_moe.run")
-NO_ENGINE = ("mxfp8_moe: WARNING: ds_mxfp8_moe.enable() was called, but nobody made a DeepSpeed engine, so nothing "
+NO_ENGINE = ("mxfp8_moe: WARNING: ds_mxfp8_moe.enable() was called, but no DeepSpeed engine was created, so nothing "
              "ran in MXFP8. Give Accelerate or the Trainer a DeepSpeed config. Accelerator(cpu=True) makes no engine")
 
 
-def initialize(*args, **kwargs) -> tuple:
-    """`deepspeed.initialize`, with its arguments and results; reads the section "mxfp8_moe" of the config.
+def initialize(args: Any = None, model: torch.nn.Module | None = None,
+               optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
+               model_parameters: Iterable[Any] | None = None,
+               training_data: torch.utils.data.Dataset | None = None, lr_scheduler: Any = None,
+               distributed_port: int = 29500, mpu: Any = None, dist_init_required: bool | None = None,
+               collate_fn: Callable | None = None, config: str | os.PathLike | dict | None = None,
+               mesh_param: Any = None, config_params: str | os.PathLike | dict | None = None,
+               **others: Any) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    """`deepspeed.initialize`, which also reads the section "mxfp8_moe" of the config.
 
     If the section is enabled, the model's MoE layers take the MXFP8 path. Otherwise the engine is plain DeepSpeed's. A
     section that is not enabled undoes an earlier `convert`. Without a section, converted layers stay converted.
+
+    Args:
+        args: an object whose attribute `deepspeed_config` is the config, unless `config` is given.
+        model: the model, before any wrapper.
+        optimizer: an optimizer, or a function from parameters to one. None: the config names one.
+        model_parameters: parameters, or groups of them, for the config's optimizer. None: the model's.
+        training_data: a dataset, for which a loader is made.
+        lr_scheduler: a scheduler, or a function from an optimizer to one.
+        distributed_port: of rank 0, to start torch.distributed.
+        mpu: an object that tells about model parallelism.
+        dist_init_required: whether to start torch.distributed. None: if it has not been started.
+        collate_fn: makes a batch of the dataset's items.
+        config: the DeepSpeed config: a dict, the path of a JSON file, or its urlsafe base64.
+        mesh_param: sizes of the data-parallel and sequence-parallel mesh.
+        config_params: the same as `config`.
+        others: arguments that later releases of DeepSpeed take.
+
+    Returns:
+        The engine, its optimizer, the loader of `training_data` or None, and the scheduler or None.
 
     Raises:
         ConfigError: the section is wrong (before any collective), or differs between ranks. The model has no weights
             yet, or is in another engine. Or AutoEP does not start with this version of transformers.
     """
-    given = inspect.signature(deepspeed.initialize).bind(*args, **kwargs)
-    config = parse(_given_config(given.arguments))
-    with _preparing(config, given.arguments.get("model")):
-        result = deepspeed.initialize(*given.args, **given.kwargs)
-    _finish(result[0], config)
+    given = {**locals(), **others}
+    del given["others"]
+    section = parse(_given_config(given))
+    with _preparing(section, model), patched(DeepSpeedEngine, "__init__", _becoming):
+        result = deepspeed.initialize(**given)
+    _finish(result[0], section)
     return result
-
-
-initialize.__signature__ = inspect.signature(deepspeed.initialize)
 
 
 @contextmanager
@@ -101,10 +120,20 @@ def enable() -> None:
     """Makes every DeepSpeed engine of this process read the section "mxfp8_moe", whoever creates it.
 
     For libraries that call deepspeed.initialize themselves, as Hugging Face Trainer and Accelerate do. They may be
-    imported before or after this call. A second call changes nothing. All engines are meant, so nothing undoes it.
+    imported before or after this call. A second call changes nothing. `disable` undoes it.
     """
-    if wrap(DeepSpeedEngine, "__init__", _reading_the_section):
+    if wrap(DeepSpeedEngine, "__init__", _reading_the_section, until=enable):
         atexit.register(_say_no_engine)
+
+
+def disable() -> None:
+    """Undoes `enable`, for engines that are made from now on. Without `enable`, it changes nothing.
+
+    Where the package is installed, a hook reads the section also without `enable`. DS_MXFP8_MOE_AUTO=0 in the
+    environment switches it off.
+    """
+    undo_wraps(enable)
+    atexit.unregister(_say_no_engine)
 
 
 def is_reading() -> bool:
@@ -114,71 +143,34 @@ def is_reading() -> bool:
 
 def _say_no_engine() -> None:
     if os.environ.get("RANK", "0") == "0" and not hasattr(sys, "last_type"):  # nor after an error
-        print(NO_ENGINE, flush=True)
+        print_on_rank_0(NO_ENGINE)
 
 
 def _reading_the_section(plain: Callable, engine: DeepSpeedEngine, *args, **kwargs) -> None:
     atexit.unregister(_say_no_engine)
     if _READ.get():  # in `initialize`, which does the rest
         return plain(engine, *args, **kwargs)
-    given = inspect.signature(plain).bind(engine, *args, **kwargs)
-    config = parse(_config_of(given.arguments))
-    with _preparing(config, given.arguments["model"]):
-        plain(*given.args, **given.kwargs)
+    given = inspect.signature(plain).bind(engine, *args, **kwargs).arguments
+    config = parse(_config_of(given))
+    with _preparing(config, given["model"]):
+        _becoming(plain, engine, *args, **kwargs)
     _finish(engine, config)
 
 
-def _reminding(plain: Callable, engine: DeepSpeedEngine, *args, **kwargs) -> None:
-    """The engine's start, and `_follow`. If nobody reads the section, an error of the start ends with the warning."""
-    if _READ.get():
-        _become(engine, _config_of(inspect.signature(plain).bind(engine, *args, **kwargs).arguments))
-    try:
-        plain(engine, *args, **kwargs)
-    except Exception as error:
-        given = inspect.signature(plain).bind(engine, *args, **kwargs).arguments
-        if not _READ.get() and _switched_on(_config_of(given)):
-            error.add_note(UNREAD)
-        raise
-    _follow(engine)
-
-
-def _follow(engine: DeepSpeedEngine) -> None:
-    """`convert` finds the engine of its model. The first forward warns, if nobody reads the section until then."""
-    remember_engine(engine)
-    if _switched_on(engine._config._param_dict):
-        engine._mxfp8_moe_reminder = engine.module.register_forward_pre_hook(lambda module, inputs: _remind(engine))
-
-
-def _become(engine: DeepSpeedEngine, given: Any) -> None:
+def _becoming(plain: Callable, engine: DeepSpeedEngine, *args, **kwargs) -> None:
     """Before its start, an engine becomes a MoEEngine, if its config has the section enabled. Where that is off, the
     engine only compares it with the other ranks', which would wait for this rank."""
+    given = _config_of(inspect.signature(plain).bind(engine, *args, **kwargs).arguments)
     config, experts = parse(given), given.get("expert_parallel") if isinstance(given, dict) else None
     if isinstance(experts, dict) and experts.get("enabled") and missing("stacked experts") is None:
         compare_starts(config.model_dump_json())
     if config.enabled:
         make_moe_engine(engine)
-
-
-def _switched_on(config: Any) -> bool:
-    if not isinstance(config, dict) or SECTION not in config:
-        return False
-    section = config[SECTION]
-    return not isinstance(section, dict) or section.get("enabled") is not False
-
-
-def _remind(engine: DeepSpeedEngine) -> None:
-    _stop_reminder(engine)
-    if not converted_layers(engine.module):  # by `convert`
-        print_on_rank_0(UNREAD)
-
-
-def _stop_reminder(engine: DeepSpeedEngine) -> None:
-    if hook := vars(engine).pop("_mxfp8_moe_reminder", None):
-        hook.remove()
+    plain(engine, *args, **kwargs)
 
 
 def _finish(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
-    _stop_reminder(engine)
+    remember_engine(engine)
     attach(engine, config)
 
 
@@ -193,8 +185,7 @@ def _given_config(given: dict) -> Any:
     return next((config for config in places if config is not None), None)
 
 
-wrap(DeepSpeedEngine, "__init__", _reminding)
-if dist.is_initialized():  # there may be engines that were made before this import
-    for one in gc.get_objects():
-        if issubclass(type(one), DeepSpeedEngine) and hasattr(one, "module"):  # or else it is being made
-            _follow(one)
+if dist.is_initialized() and any(
+        isinstance(config := one._config._param_dict.get(SECTION), dict) and config.get("enabled") is not False
+        for one in engines_alive()):
+    print_on_rank_0(UNREAD)

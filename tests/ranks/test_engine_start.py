@@ -7,11 +7,9 @@ import re
 import subprocess
 import sys
 import textwrap
-import traceback
 from contextlib import nullcontext, redirect_stdout
 from unittest import mock
 
-import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
@@ -24,11 +22,10 @@ from ds_mxfp8_moe import ConfigError
 from ds_mxfp8_moe.config import parse
 from ds_mxfp8_moe.engine.attach import hint_at_speed
 from ds_mxfp8_moe.engine.self_check import Verdict
-from ds_mxfp8_moe.engine.start import NO_ENGINE, UNREAD
+from ds_mxfp8_moe.engine.start import NO_ENGINE
 from ds_mxfp8_moe.transport.releases import own_code
-from tests.ranks.test_engine import MXFP8, OTHER, enabled, initializer, made_by, our_hooks
+from tests.ranks.test_engine import MXFP8, OTHER, enabled, initializer, made_by
 from tests.support.autoep_models import ds_config, model
-from tests.support.autoep_models import train_engine as train
 from tests.support.models import SwiGLU
 
 
@@ -94,33 +91,6 @@ def test_what_would_be_faster_is_said(ranks2):
     assert said.startswith("mxfp8_moe: faster: AdamW is not fused") and said.count("\n") == 1 and not other
 
 
-def unread(section):
-    """What two steps of plain DeepSpeed say of the section, and our hooks on the model before and after."""
-    engine, out = deepspeed.initialize(model=model(), config=ds_config(section))[0], io.StringIO()
-    hooks = [our_hooks(engine)]
-    with redirect_stdout(out):
-        train(engine, range(2))
-    said = [line for line in out.getvalue().splitlines() if line.startswith("mxfp8_moe: WARNING")]
-    return said, hooks + [our_hooks(engine)]
-
-
-def unread_at_an_error(start) -> str:
-    """How the error ends by which DeepSpeed refuses an optimizer whose parameter groups nobody has split."""
-    net = model()
-    config = ds_config(MXFP8, 2)
-    del config["optimizer"]
-    with pytest.raises(AssertionError, match="None of the param groups are marked as MoE") as error:
-        with mock.patch("ds_mxfp8_moe.engine.moe_engine.split_experts", lambda engine, optimizer: optimizer):
-            start(model=net, config=config, optimizer=torch.optim.AdamW(net.parameters()))
-    return traceback.format_exception(error.value)[-1]
-
-
-def test_deepspeeds_error_ends_with_the_section_that_nothing_reads(ranks2):
-    for last in ranks2.run(unread_at_an_error, deepspeed.initialize):
-        assert last.endswith(f"{UNREAD}\n")
-    assert "nothing read it" not in "".join(ranks2.run(unread_at_an_error, ds_mxfp8_moe.initialize))
-
-
 @pytest.mark.slow
 def test_a_process_that_makes_no_engine_says_so_at_its_exit():
     """Of two processes, the one that ends without an error."""
@@ -140,18 +110,6 @@ def test_a_process_that_makes_no_engine_says_so_at_its_exit():
     run = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
     assert run.returncode == 0 and run.stdout.endswith(f"trained\nexit 1\n{NO_ENGINE}\n"), run.stderr
     assert "ValueError: an error" in run.stderr
-
-
-def test_a_section_that_nothing_reads_is_said_once(ranks2):
-    (said, hooks), (said_by_1, _) = ranks2.run(unread, MXFP8)
-    assert hooks == [1, 0] and not said_by_1
-    assert len(said) == 1
-    assert re.search(r'has the section "mxfp8_moe", but nothing read it.*mxfp8_moe.enable\(\) before', said[0])
-
-
-@pytest.mark.parametrize("section", [{"enabled": False}, None])
-def test_no_warning_where_nothing_is_missed(ranks2, section):
-    assert ranks2.run(unread, section) == [([], [0, 0])] * 2
 
 
 def failing_on_rank_1() -> str:

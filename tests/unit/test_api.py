@@ -3,6 +3,7 @@
 
 import importlib
 import inspect
+import os
 import re
 import shlex
 import subprocess
@@ -81,3 +82,32 @@ def test_the_reference_builds_without_warnings(tmp_path):
     assert done.returncode == 0 and "Warn" not in done.stderr, done.stderr
     page = (tmp_path / "ds_mxfp8_moe/scaled_grouped_mm.html").read_text()
     assert 'id="_to_mxfp8_then_scaled_grouped_mm"' in page and (tmp_path / "index.html").exists()
+
+
+IMPORT = """
+import sys
+import deepspeed, peft, torch, transformers
+from deepspeed.module_inject import auto_ep
+from deepspeed.moe import layer
+from deepspeed.runtime.zero import stage3
+
+def held():
+    modules = [(name, module) for name, module in sys.modules.items()
+               if name.partition(".")[0] in ("deepspeed", "peft", "torch", "transformers")]
+    found = {(name, key): value for name, module in modules for key, value in vars(module).items() if callable(value)}
+    classes = {value for value in found.values() if isinstance(value, type)}
+    return found | {(one, key): value for one in classes for key, value in vars(one).items() if callable(value)}
+
+before = held()
+import ds_mxfp8_moe
+after = held()
+assert len(before) > 10000 and (deepspeed.runtime.engine.DeepSpeedEngine, "__init__") in before
+changed = [name for name, value in before.items() if after.get(name) is not value]
+assert not changed, changed
+"""
+
+
+def test_importing_the_package_patches_nothing():
+    run = subprocess.run([sys.executable, "-W", "error:::ds_mxfp8_moe", "-c", IMPORT], capture_output=True, text=True,
+                         env=os.environ | {"DS_MXFP8_MOE_AUTO": "0"})
+    assert run.returncode == 0, run.stderr
