@@ -28,8 +28,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
 from ..layers.experts import ExpertBlock, expert_blocks
-from ..layers.say import print_on_rank_0
 from ..layers.stacked import DOWN, shape_of
+from ..ops.log import log_on_rank_0
 
 ADAPTERS, BIASES, BALANCE = "expert_adapters.wrapper.", "expert_biases.", "expert_bias"
 ROUTER_BIAS = "router.e_score_correction_bias"
@@ -157,7 +157,7 @@ def present_checkpoint(engine: DeepSpeedEngine, checkpoint: dict, load_optimizer
             "the checkpoint by DeepSpeed's ds_to_universal, and load that. Or, except in ZeRO-3, pass "
             "load_optimizer_states=False, which loads the weights alone")
     if dropped := [name for name in names.without_place if name.endswith(f".{BALANCE}")]:
-        print_on_rank_0(f"mxfp8_moe: the checkpoint's {dropped[0]}, by which AutoEP balanced the experts' load, is "
+        log_on_rank_0(f"mxfp8_moe: the checkpoint's {dropped[0]}, by which AutoEP balanced the experts' load, is "
                         "left out: the model's own router has none")
     changed = {**checkpoint, "module": names.values(checkpoint["module"], _shapes(engine.module))}
     if (frozen := checkpoint.get(FROZEN_PARAM_FRAGMENTS)) is not None:

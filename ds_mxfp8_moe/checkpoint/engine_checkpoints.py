@@ -26,7 +26,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.overrides import TorchFunctionMode
 
 from ..layers.frozen_experts import checksums_of_frozen
-from ..layers.say import print_on_rank_0
+from ..ops.log import log_on_rank_0
 from ..transport.deadline import PeerError, answers_of_all, deadline_for, failure_in_world, tell_peers
 from .earlier_names import folders_found, present_checkpoint
 from .loading import adapt_module, frozen_left_out, hide_mxfp8, name_broken_file, refuse_some_in_mxfp8
@@ -68,7 +68,7 @@ class Checkpoints:
         if type(engine.checkpoint_engine) is TorchCheckpointEngine:
             engine.checkpoint_engine = _Files(engine._config)
         elif engine.checkpoint_engine is not None and not isinstance(engine.checkpoint_engine, _Files):
-            print_on_rank_0(f"mxfp8_moe: WARNING: DeepSpeed's {type(engine.checkpoint_engine).__name__} writes "
+            log_on_rank_0(f"mxfp8_moe: WARNING: DeepSpeed's {type(engine.checkpoint_engine).__name__} writes "
                             "checkpoints as DeepSpeed does: in place, and without the manifest by which damaged files "
                             "are found")
 

@@ -22,7 +22,7 @@ from ..compute.merging import KeptShare, merge, merge_as_tiles, merge_update, pr
 from ..compute.mx import TILE, MXTensor
 from ..layers.adapters import unmerged_adapters, whole_low_rank
 from ..layers.experts import ExpertBlock, expert_blocks
-from ..layers.say import print_on_rank_0
+from ..ops.log import log_on_rank_0
 from ..transport.agreement import check_same_arguments
 from ..transport.deadline import tell_peers, tell_peers_on_error
 from .gathering import Gather, engine_of, restore_persistent, unpartitioned
@@ -187,11 +187,11 @@ def _parts(model: Published, weights: str, bucket_bytes: int,
     if rounding.changed:
         trained = {f"blocks of {stack.recipe.block_size}" if stack.recipe else "unquantised weights"
                    for stack in model.stacks}
-        print_on_rank_0(f"mxfp8_moe: experts were exported in tiles of {TILE}x{TILE}, and training multiplies with "
+        log_on_rank_0(f"mxfp8_moe: experts were exported in tiles of {TILE}x{TILE}, and training multiplies with "
                         f"{' and '.join(sorted(trained))}: SQNR {rounding.sqnr_db:.1f} dB between the two, over the "
                         "first expert of each layer")
     if gather.share:
-        print_on_rank_0(f"mxfp8_moe: adapters were merged into experts{' in FP8' if weights == 'fp8' else ''}, which "
+        log_on_rank_0(f"mxfp8_moe: adapters were merged into experts{' in FP8' if weights == 'fp8' else ''}, which "
                         f"keep {gather.share.percent:.1f} % of the update, measured over rank 0's first expert of "
                         "each layer")
 

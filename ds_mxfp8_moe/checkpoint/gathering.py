@@ -22,8 +22,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from ..layers.adapters import base_prefix, is_peft
 from ..layers.experts import ExpertBlock, expert_blocks
 from ..layers.frozen_experts import WEIGHTS, frozen_layers, frozen_of
-from ..layers.say import print_on_rank_0
 from ..layers.stacked import DOWN
+from ..ops.log import log_on_rank_0
 from ..transport.deadline import deadline_for, ranks_of
 
 CLASSIC_EXPERT = re.compile(r"(?P<layer>.+)\.experts\.deepspeed_experts\.(?P<index>\d+)\.(?P<rest>.+)")
@@ -204,7 +204,7 @@ def tensors(model: torch.nn.Module, gather: Gather, wanted: Wanted) -> Iterator[
     entries = {name: value for name, value in model.state_dict(keep_vars=True).items() if wanted(name, value)}
     dequantised = {name for name in frozen_layers(model) if wanted(f"{name}.experts.w1", torch.empty(0))}
     if dequantised and gather.on_host:
-        print_on_rank_0(f"mxfp8_moe: the frozen experts of {len(dequantised)} layers, which are held in MXFP8, are "
+        log_on_rank_0(f"mxfp8_moe: the frozen experts of {len(dequantised)} layers, which are held in MXFP8, are "
                         "saved in the model's dtype, with the values that they compute with")
     for name, block in expert_blocks(model):
         own = {key: entries.pop(f"{name}.experts.{key}", None) for key in WEIGHTS}

@@ -11,7 +11,7 @@ import deepspeed.comm as dist
 
 from ..compute.mx import TILE
 from ..layers.adapters import saves_adapters
-from ..layers.say import print_on_rank_0
+from ..ops.log import log_on_rank_0
 from ..transport.agreement import check_same_arguments
 from ..transport.deadline import tell_peers_on_error
 from ..transport.rank_0 import RankZeroWrites
@@ -82,7 +82,7 @@ def _write_unquantized(engine, directory, rank_0: RankZeroWrites, **kwargs) -> N
     held, place = held_model(model)
     start = f"{place}." if place else ""
     if beside := beside_held(model):
-        print_on_rank_0(f"mxfp8_moe: save_pretrained writes the {type(held).__name__} that the {type(model).__name__} "
+        log_on_rank_0(f"mxfp8_moe: save_pretrained writes the {type(held).__name__} that the {type(model).__name__} "
                         f"holds as {place!r}, and leaves out {len(beside)} tensors beside it "
                         f"({', '.join(list(beside)[:3])}): engine.save_16bit_model writes all of them")
     if adapters := saves_adapters(held):

@@ -14,8 +14,9 @@ from ..compute.recorded import unknown_launcher
 from ..config import SECTION, ConfigError, MXFP8MoEConfig, name_of, parse
 from ..layers.found import converted_layers
 from ..layers.frozen_experts import frozen_layers
-from ..layers.say import print_on_rank_0, say_if_missing
+from ..layers.say import say_if_missing
 from ..ops.device import has_kernels
+from ..ops.log import log_on_rank_0
 from ..ops.op_builder import replay
 from ..transport.agreement import compare_starts
 from ..transport.deadline import answers_of_all
@@ -44,10 +45,10 @@ def attach(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> ConversionReport:
         make_moe_engine(engine)
     if config.enabled:
         report = _checked(engine, config, report)
-        print_on_rank_0(report)
+        log_on_rank_0(report)
         if held := list(frozen_layers(engine.module).values()):
             before, now = map(sum, zip(*(layer.experts.frozen.bytes_held() for layer in held), strict=True))
-            print_on_rank_0(f"mxfp8_moe: frozen experts of {len(held)} layers are held in MXFP8 alone, in "
+            log_on_rank_0(f"mxfp8_moe: frozen experts of {len(held)} layers are held in MXFP8 alone, in "
                             f"{now / 2**30:.2f} GiB on this rank instead of {before / 2**30:.2f} GiB. Checkpoints "
                             "leave them out")
         _print_advice(about_expert_parallel(engine._config._param_dict, dist.get_world_size()))
@@ -100,13 +101,13 @@ def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | st
         remember_engine(engine)
         report = attach(engine, section)
         if not section.enabled:
-            print_on_rank_0(report)
+            log_on_rank_0(report)
         return report
     report = convert_layers(model_of(model_or_engine), section)
-    print_on_rank_0(report)
+    log_on_rank_0(report)
     for key in ("keep_quantized_weights", "load_balance_coeff", "metrics"):
         if report.converted and getattr(section, key):
-            print_on_rank_0(f'mxfp8_moe: "{key}" has no effect without an engine, which makes the steps')
+            log_on_rank_0(f'mxfp8_moe: "{key}" has no effect without an engine, which makes the steps')
     return report
 
 
@@ -124,13 +125,13 @@ def _section(config) -> MXFP8MoEConfig:
 
 def _print_advice(lines: list[str]) -> None:
     for line in lines:
-        print_on_rank_0(f"mxfp8_moe: WARNING: {line}")
+        log_on_rank_0(f"mxfp8_moe: WARNING: {line}")
 
 
 def hint_at_speed(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
     """Prints what would make the rest of a step faster."""
     for line in about_speed(engine._config._param_dict, config, engine.module, engine.basic_optimizer):
-        print_on_rank_0(f"mxfp8_moe: faster: {line}")
+        log_on_rank_0(f"mxfp8_moe: faster: {line}")
 
 
 def _converted(engine: DeepSpeedEngine, config: MXFP8MoEConfig, broken: str = "") -> ConversionReport:
@@ -157,7 +158,7 @@ def _checked(engine: DeepSpeedEngine, config: MXFP8MoEConfig, report: Conversion
         verdict = worst(answers_of_all(dist.get_world_group(), verdict, "the check of the kernels"))
     if verdict.runs == "all":
         return report
-    print_on_rank_0(line_about(verdict, device))
+    log_on_rank_0(line_about(verdict, device))
     if verdict.runs == "bf16":
         return _converted(engine, config.model_copy(update={"recipe": "bf16"}))
     return _converted(engine, config, broken="a kernel is broken here")
@@ -201,5 +202,5 @@ def build_executor(model: torch.nn.Module) -> None:
     if device is not None and has_kernels(device):
         reason = unknown_launcher() or replay.try_load()[1]
         if reason:
-            print_on_rank_0("mxfp8_moe: WARNING: the host launches each kernel of a layer from Python, which is "
+            log_on_rank_0("mxfp8_moe: WARNING: the host launches each kernel of a layer from Python, which is "
                             f"slower: {reason}")

@@ -16,7 +16,7 @@ from torch import nn
 from ..layers.choices import NO_TOPK, correction_bias
 from ..layers.experts import ExpertBlock
 from ..layers.padding import PaddingMask
-from ..layers.say import print_on_rank_0
+from ..ops.log import log_on_rank_0
 from ..transport.deadline import deadline_for
 from .convert import folded
 
@@ -79,5 +79,5 @@ class LoadBalancer:
         unbiased = [layer.experts.mxfp8_settings.name for layer in self.layers if layer.experts.mxfp8_unbiased]
         if unbiased and not self._said:
             self._said = True
-            print_on_rank_0(f'mxfp8_moe: WARNING: "load_balance_coeff" has no effect on {folded(unbiased)}, whose '
+            log_on_rank_0(f'mxfp8_moe: WARNING: "load_balance_coeff" has no effect on {folded(unbiased)}, whose '
                             f"router {NO_TOPK}")

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from ..config import MXFP8MoEConfig
 from ..layers.patches import wrap
-from ..layers.say import print_on_rank_0, say_if_missing
+from ..layers.say import say_if_missing
+from ..ops.log import log_on_rank_0
 from .graphed import Call, Form, GraphedAttention, NoGraph, NoGraphYet, captured, form_of
 from .keeping import MOST_OF_FREE, free_bytes
 
@@ -47,7 +48,7 @@ def graph_attention(engine: DeepSpeedEngine, config: MXFP8MoEConfig, converted: 
         return
     if obstacle := _obstacle(engine, attentions):
         if asked:
-            print_on_rank_0(f'mxfp8_moe: "graph_attention" has no effect: {obstacle}')
+            log_on_rank_0(f'mxfp8_moe: "graph_attention" has no effect: {obstacle}')
         return
     engine._mxfp8_graphs = AttentionGraphs(asked)
     for module in attentions:
@@ -151,23 +152,23 @@ class AttentionGraphs:
             return
         except Exception as error:  # of any library
             self._steps = PATIENCE
-            print_on_rank_0(f"mxfp8_moe: attention runs without CUDA graphs, since there was an error: {error!r}")
+            log_on_rank_0(f"mxfp8_moe: attention runs without CUDA graphs, since there was an error: {error!r}")
             return
         held = device.memory_reserved() - before
         if self._asked or held <= MOST_OF_FREE * free:
             self._graphed = graphed
-            print_on_rank_0(f"mxfp8_moe: attention of {len(graphed)} layers runs in CUDA graphs, whose memory is "
+            log_on_rank_0(f"mxfp8_moe: attention of {len(graphed)} layers runs in CUDA graphs, whose memory is "
                             f"{held / 2**30:.2f} GiB on this rank")
         else:
             self._steps = PATIENCE
-            print_on_rank_0("mxfp8_moe: attention runs without CUDA graphs: they would take more than half of the "
+            log_on_rank_0("mxfp8_moe: attention runs without CUDA graphs: they would take more than half of the "
                             f"memory that a step leaves free ({held / 2**30:.2f} of {free / 2**30:.2f} GiB on this "
                             'rank). "graph_attention": true makes them anyway')
 
     def _give_up(self, reason: str) -> None:
         self._steps = PATIENCE
         if self._asked:
-            print_on_rank_0(f'mxfp8_moe: "graph_attention" has no effect: {reason}')
+            log_on_rank_0(f'mxfp8_moe: "graph_attention" has no effect: {reason}')
 
 
 def nested(passes: list[tuple[nn.Module, bool]]) -> bool:

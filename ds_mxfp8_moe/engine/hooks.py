@@ -12,7 +12,8 @@ from ..layers.classic import MXFP8MOELayer
 from ..layers.experts import expert_blocks
 from ..layers.found import converted_layers
 from ..layers.patches import wrap
-from ..layers.say import print_on_rank_0, say_if_missing
+from ..layers.say import say_if_missing
+from ..ops.log import log_on_rank_0
 from . import balance
 from .clipping import clip_by_whole_norm
 from .graphs import graph_attention
@@ -117,7 +118,7 @@ def batch_gradients(engine: MoEEngine, config: MXFP8MoEConfig, converted: int) -
     for layer in converted_layers(engine.module):
         layer.mxfp8_sums = sums
     if obstacle:
-        print_on_rank_0(f"mxfp8_moe: DeepSpeed handles each parameter's gradient by itself: {obstacle}")
+        log_on_rank_0(f"mxfp8_moe: DeepSpeed handles each parameter's gradient by itself: {obstacle}")
 
 
 def balance_loads(engine: MoEEngine) -> None:
@@ -125,18 +126,18 @@ def balance_loads(engine: MoEEngine) -> None:
     coeffs = {layer: layer.mxfp8_settings.config.load_balance_coeff for layer in converted_layers(engine.module)}
     if others := [layer.mxfp8_settings.name for layer, coeff in coeffs.items()
                   if coeff is not None and isinstance(layer, MXFP8MOELayer)]:
-        print_on_rank_0(f'mxfp8_moe: "load_balance_coeff" has no effect on classic layers, such as {others[0]}')
+        log_on_rank_0(f'mxfp8_moe: "load_balance_coeff" has no effect on classic layers, such as {others[0]}')
     layers = [block for _, block in expert_blocks(engine.module) if coeffs.get(block.experts) is not None]
     if engine._mxfp8_balancer is not None:
         engine._mxfp8_balancer.close()
     if replaced := [layer.experts.mxfp8_settings.name for layer in layers
                     if "forward" in vars(layer) and not balance.corrects(layer)]:
-        print_on_rank_0(f'mxfp8_moe: WARNING: "load_balance_coeff" has no effect on {replaced[0]}, whose forward '
+        log_on_rank_0(f'mxfp8_moe: WARNING: "load_balance_coeff" has no effect on {replaced[0]}, whose forward '
                         "method is replaced")
     coeff = next((coeff for coeff in coeffs.values() if coeff is not None), None)
     engine._mxfp8_balancer = balance.LoadBalancer(engine.module, layers, coeff) if layers else None
     if any(not balance.corrects(layer) for layer in layers):
-        print_on_rank_0("mxfp8_moe: only checkpoints contain the biases that balance the experts' load: "
+        log_on_rank_0("mxfp8_moe: only checkpoints contain the biases that balance the experts' load: "
                         "transformers has no place for them in this model")
 
 
@@ -150,7 +151,7 @@ def write_metrics(engine: MoEEngine, config: MXFP8MoEConfig) -> None:
     if asked and say_if_missing("metrics"):
         asked = None
     if asked and not engine.monitor.enabled:
-        print_on_rank_0('mxfp8_moe: "metrics" has no effect without one of DeepSpeed\'s monitors: write, for example, '
+        log_on_rank_0('mxfp8_moe: "metrics" has no effect without one of DeepSpeed\'s monitors: write, for example, '
                         '"csv_monitor": {"enabled": true, "output_path": "runs", "job_name": "moe"}')
         asked = None
     engine._mxfp8_metrics = Metrics(engine, layers, asked.every) if asked else None

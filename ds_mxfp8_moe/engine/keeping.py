@@ -23,7 +23,8 @@ from ..config import MXFP8MoEConfig
 from ..ffn.kept_weights import KeptWeights
 from ..layers.found import converted_layers
 from ..layers.frozen_experts import frozen_of
-from ..layers.say import print_on_rank_0, say_if_missing
+from ..layers.say import say_if_missing
+from ..ops.log import log_on_rank_0
 from ..transport.deadline import answers_of_all
 
 MOST_OF_FREE = 0.5  # of the memory that the first step left free, which later and longer batches may need
@@ -49,7 +50,7 @@ def keep_quantized_weights(engine: DeepSpeedEngine, config: MXFP8MoEConfig, conv
     obstacle = _obstacle(engine)
     if obstacle:
         if asked:
-            print_on_rank_0(f'mxfp8_moe: "keep_quantized_weights" has no effect: {obstacle}')
+            log_on_rank_0(f'mxfp8_moe: "keep_quantized_weights" has no effect: {obstacle}')
         return
     # Layers that hold frozen experts in MXFP8 cast nothing.
     layers = [layer for layer in layers
@@ -110,7 +111,7 @@ class _FirstStep:
         if missing <= 0:
             _keep(self.engine, self.layers)
         else:
-            print_on_rank_0("mxfp8_moe: MXFP8 weights are not kept: they would take more than half of the memory that "
+            log_on_rank_0("mxfp8_moe: MXFP8 weights are not kept: they would take more than half of the memory that "
                             f"a step leaves free ({size / 2**30:.2f} of {free / 2**30:.2f} GiB on rank {rank}). "
                             '"keep_quantized_weights": true keeps them anyway')
 
@@ -131,7 +132,7 @@ def _keep(engine: DeepSpeedEngine, layers: list) -> None:
         often = "across steps" if all(map(_frozen, kept)) else "within each step"
         highest = max((layer.mxfp8_settings for layer in kept), key=lambda one: one.min_tokens_per_expert)
         threshold = f"; with them, {highest.threshold}" if highest.threshold else ""
-        print_on_rank_0(f"mxfp8_moe: MXFP8 weights are kept {often}, up to {_bytes(kept) / 2**30:.2f} GiB on this rank"
+        log_on_rank_0(f"mxfp8_moe: MXFP8 weights are kept {often}, up to {_bytes(kept) / 2**30:.2f} GiB on this rank"
                         f"{threshold}")
 
 

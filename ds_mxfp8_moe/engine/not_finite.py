@@ -15,7 +15,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.utils._pytree import tree_leaves
 
-from ..layers.say import print_on_rank_0
+from ..ops.log import log_on_rank_0
 from ..ops.mx_format import NAN_SCALE_BYTE
 from ..transport.deadline import answers_of_all
 
@@ -66,5 +66,5 @@ class FirstNotFinite:
         if found:
             _, _, rank, name, weights = min(found)
             cause = f"there is one in {weights[0]}" if weights else "its weights are finite"
-            print_on_rank_0(f"mxfp8_moe: WARNING: NaN or infinity in step {self.engine.global_steps}: the first "
+            log_on_rank_0(f"mxfp8_moe: WARNING: NaN or infinity in step {self.engine.global_steps}: the first "
                             f"module whose output has one is {name}, on rank {rank}; {cause}")

@@ -34,8 +34,8 @@ from ..layers.experts import expert_blocks, spread
 from ..layers.frozen_experts import WEIGHTS, free, wants_mxfp8
 from ..layers.held_experts import HeldExperts
 from ..layers.patches import lent
-from ..layers.say import print_on_rank_0
 from ..layers.stacked import DOWN, Layout, is_stacked, shape_of
+from ..ops.log import log_on_rank_0
 from ..transport.deadline import failure_in_world
 from .convert import alike, shared_parameters
 
@@ -123,7 +123,7 @@ class _Spreading:
                 else:
                     found.append(one)
         for names, reason in alike(left):
-            print_on_rank_0(f"mxfp8_moe: WARNING: experts of {names} stay whole on every rank, as transformers "
+            log_on_rank_0(f"mxfp8_moe: WARNING: experts of {names} stay whole on every rank, as transformers "
                             f"computes them: {reason}")
         return found
 

@@ -20,7 +20,8 @@ from deepspeed.utils import logger
 from ..config import SECTION, ConfigError, MXFP8MoEConfig, parse
 from ..layers.held_experts import holds_experts, quantised_experts
 from ..layers.patches import patched, undo_wraps, wrap
-from ..layers.say import print_on_rank_0, say_if_missing
+from ..layers.say import say_if_missing
+from ..ops.log import log_on_rank_0
 from ..ops.private_names import missing
 from ..transport.agreement import compare_starts
 from .attach import attach
@@ -143,7 +144,7 @@ def is_reading() -> bool:
 
 def _say_no_engine() -> None:
     if os.environ.get("RANK", "0") == "0" and not hasattr(sys, "last_type"):  # nor after an error
-        print_on_rank_0(NO_ENGINE)
+        log_on_rank_0(NO_ENGINE)
 
 
 def _reading_the_section(plain: Callable, engine: DeepSpeedEngine, *args, **kwargs) -> None:
@@ -188,4 +189,4 @@ def _given_config(given: dict) -> Any:
 if dist.is_initialized() and any(
         isinstance(config := one._config._param_dict.get(SECTION), dict) and config.get("enabled") is not False
         for one in engines_alive()):
-    print_on_rank_0(UNREAD)
+    log_on_rank_0(UNREAD)

@@ -22,8 +22,8 @@ from ..compute.formula import gate_then_up
 from ..compute.mx import TILE, MXTensor
 from ..config import ConfigError
 from ..ffn.frozen_weights import FrozenWeights
+from ..ops.log import log_on_rank_0
 from ..ops.private_names import missing
-from .say import print_on_rank_0
 from .stacked import DOWN, Layout
 
 
@@ -223,7 +223,7 @@ def scales_kept(model: nn.Module) -> Iterator[None]:
 def say_rounding(rounding: Rounding) -> None:
     """Rank 0 says how many weights are other numbers in MXFP8 than in the file, if any is."""
     if rounding.changed:
-        print_on_rank_0("mxfp8_moe: experts' weights got MXFP8 scales, one power of two for 128x128 of them: "
+        log_on_rank_0("mxfp8_moe: experts' weights got MXFP8 scales, one power of two for 128x128 of them: "
                         f"{rounding.changed / rounding.values:.2%} of these weights changed, SQNR "
                         f"{rounding.sqnr_db:.1f} dB. The file's scales are no powers of two, or too far apart")
 

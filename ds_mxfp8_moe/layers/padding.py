@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .say import print_on_rank_0
+from ..ops.log import log_on_rank_0
 
 
 class PaddingMask:
@@ -49,7 +49,7 @@ class PaddingMask:
             return counts_E
         if mask.numel() != len(expert_TK):
             if not self._said:
-                print_on_rank_0('mxfp8_moe: "load_balance_coeff" counts padding, too: the attention mask '
+                log_on_rank_0('mxfp8_moe: "load_balance_coeff" counts padding, too: the attention mask '
                                 f"{list(mask.shape)} does not fit {len(expert_TK)} tokens of a MoE layer")
             self._said = True
             return counts_E

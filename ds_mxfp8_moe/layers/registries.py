@@ -23,9 +23,9 @@ from ..config import MXFP8MoEConfig, resolve
 from ..ffn.expert_ffn import ExpertFFN
 from ..ffn.open_ffn import OpenFFN, OpenFormula
 from ..ops.device import capability
+from ..ops.log import log_on_rank_0
 from .activation_proof import activation_of
 from .classic import LayerSettings
-from .say import print_on_rank_0
 from .stacked import is_concatenated
 
 NAME = "mxfp8"
@@ -60,7 +60,7 @@ def register(**section: Any) -> None:
         from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
     except ImportError:
         from transformers import __version__
-        print_on_rank_0(f'mxfp8_moe: transformers {__version__} knows no ep_implementation="{NAME}", which needs 5.23 '
+        log_on_rank_0(f'mxfp8_moe: transformers {__version__} knows no ep_implementation="{NAME}", which needs 5.23 '
                         f'or later. experts_implementation="{NAME}" works')
     else:
         EPImplementationInterface.register(NAME, _exchanging(EPImplementation, config))

@@ -19,6 +19,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ..config import READERS, ConfigError, MXFP8MoEConfig
+from ..ops.log import log
 from ..ops.op_builder import nvlink as extension
 from . import Transport, nvshmem
 from .collective import Collective
@@ -152,7 +153,7 @@ def in_words(verdict: Verdict) -> str:
 
 
 def _tell(group: Any, verdict: Verdict, asked: Asked, config: MXFP8MoEConfig) -> None:
-    """Prints the verdict on rank 0. If something is broken, the group's first rank prints it too. Prints nothing where
+    """Logs the verdict on rank 0. If something is broken, the group's first rank logs it too. Logs nothing where
     an error follows."""
     ranks, transport = ranks_of(group), verdict.transport
     broken = any(obstacle.broken for obstacle in verdict.obstacles)
@@ -162,11 +163,11 @@ def _tell(group: Any, verdict: Verdict, asked: Asked, config: MXFP8MoEConfig) ->
     refused = (asked.transport == "hierarchical" != transport
                or transport == "hierarchical" and verdict.wires[0] != asked.wire)
     warning = "WARNING: " if broken or refused else ""
-    print(f"mxfp8_moe: {warning}transport {transport} between ranks {ranks}: {in_words(verdict)}", flush=True)
+    log(f"mxfp8_moe: {warning}transport {transport} between ranks {ranks}: {in_words(verdict)}")
     for key in ("nvlink_sms", "capacity_factor"):
         if getattr(config, key) is not None and transport not in READERS[key]:
             readers = " and ".join(READERS[key])
-            print(f'mxfp8_moe: WARNING: "{key}" has no effect: read by {readers} alone', flush=True)
+            log(f'mxfp8_moe: WARNING: "{key}" has no effect: read by {readers} alone')
 
 
 def _decide(group: Any, name: str, asked: Asked) -> Verdict:

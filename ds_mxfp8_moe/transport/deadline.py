@@ -28,6 +28,8 @@ import torch.utils.checkpoint
 from deepspeed.accelerator import get_accelerator
 from torch.distributed import distributed_c10d as c10d
 
+from ..ops.log import log
+
 GRACE_SECONDS = 2.0  # how long a rank that gives up waits for the notes of others
 STORE_SECONDS = 5.0  # how long the store has to answer
 LOOK_SECONDS = 1.0  # how often a wait for the device looks whether a peer gave up
@@ -215,8 +217,8 @@ def wait_for_device(done: Callable[[], bool], group: Any, where: str, seconds: f
             tell = float("inf")
             me = torch.distributed.get_rank()
             peers = [rank for rank in ranks_of(group) if rank != me]
-            print(f"mxfp8_moe: rank {me} has waited for {now - start:.0f} s in {where}, for one of ranks {peers}. The "
-                  f"deadline is at {seconds:.0f} s", flush=True)
+            log(f"mxfp8_moe: rank {me} has waited for {now - start:.0f} s in {where}, for one of ranks {peers}. The "
+                f"deadline is at {seconds:.0f} s")
         if now > look:
             if now > start + seconds or _ask(lambda store: _a_peer_gave_up(store, group)):
                 raise peer_failure(group, where, start, seconds, node_of)

@@ -12,6 +12,7 @@ from weakref import ref
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from ..ops.log import log
 from .deadline import (
     DEADLINE,
     SAME_CALLS,
@@ -59,16 +60,16 @@ class Dropped:
         return int(self._words[self._index[name]]) if name in self._index else 0
 
     def warn(self) -> None:
-        """Called once a step. Prints a line for each layer that dropped choices, at most once in
+        """Called once a step. Logs a line for each layer that dropped choices, at most once in
         STEPS_BETWEEN_WARNINGS steps."""
         for name in self._index:
             step, before = self._warned.get(name, (self._steps - STEPS_BETWEEN_WARNINGS, 0))
             total = self.total(name)
             if total > before and self._steps - step >= STEPS_BETWEEN_WARNINGS:
                 self._warned[name] = self._steps, total
-                print(f"mxfp8_moe: WARNING: {name}: {total - before} choices for the experts of rank "
-                      f"{torch.distributed.get_rank()} were dropped since the last such line: more rows came than "
-                      'fit. To drop fewer, raise "capacity_factor"', flush=True)
+                log(f"mxfp8_moe: WARNING: {name}: {total - before} choices for the experts of rank "
+                    f"{torch.distributed.get_rank()} were dropped since the last such line: more rows came than "
+                    'fit. To drop fewer, raise "capacity_factor"')
         self._steps += 1
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed
 from deepspeed.accelerator import get_accelerator
 
+from ..ops.log import log
 from ..ops.op_builder import nvshmem as extension
 from .deadline import answers_of_all, failure_of_any, ranks_of
 from .peer_memory import NoStaging, PeerMemory
@@ -78,7 +79,7 @@ class NVSHMEMWire(PeerWire):
             except NoStaging as error:
                 self.host = HostWire(self.memory.group, self.ranks, self.memory.node_of)
                 if dist.get_rank(group=self.memory.group) == 0:
-                    print(f"mxfp8_moe: WARNING: from now on the wire is host, not nvshmem: {error}", flush=True)
+                    log(f"mxfp8_moe: WARNING: from now on the wire is host, not nvshmem: {error}")
         if self.host is not None:
             self.count(x, send_splits)
             return self.host.exchange(x, send_splits, recv_splits, where, most, compared, row_S)

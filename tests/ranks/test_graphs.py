@@ -308,7 +308,7 @@ def with_cache(net) -> None:
 def test_what_a_graph_cannot_do_runs_as_before(one, change, reason):
     for asked in (True, None):
         lines = []
-        with emulated(), mock.patch.multiple(graphs, print_on_rank_0=lines.append, PATIENCE=5):
+        with emulated(), mock.patch.multiple(graphs, log_on_rank_0=lines.append, PATIENCE=5):
             net = started(asked)
             change(net)
             assert replays_of(net, graphs.PATIENCE) == 0
@@ -329,14 +329,14 @@ def test_results_of_other_kinds_have_no_graphs(one, results, reason):
             return results(super().forward(*args, **kwargs)[0])
 
     lines = []
-    with emulated(), mock.patch.object(graphs, "print_on_rank_0", lines.append):
+    with emulated(), mock.patch.object(graphs, "log_on_rank_0", lines.append):
         assert replays_of(started_with(Attention, True)) == 0
     assert len(lines) == 1 and f"Attention {reason}" in lines[0]
 
 
 def test_an_error_of_a_capture_is_said(one):
     lines = []
-    with emulated(), mock.patch.object(graphs, "print_on_rank_0", lines.append), (
+    with emulated(), mock.patch.object(graphs, "log_on_rank_0", lines.append), (
             mock.patch.object(Recorded, "__call__", side_effect=RuntimeError("not while capturing"))):
         assert replays_of(started()) == 0
     assert len(lines) == 1 and "RuntimeError('not while capturing')" in lines[0]
@@ -345,7 +345,7 @@ def test_an_error_of_a_capture_is_said(one):
 def test_memory_decides_without_the_key(one):
     for asked in (True, None):
         lines = []
-        with emulated(), mock.patch.object(graphs, "print_on_rank_0", lines.append), (
+        with emulated(), mock.patch.object(graphs, "log_on_rank_0", lines.append), (
                 mock.patch.object(graphs, "free_bytes", lambda: -1)):
             assert (replays_of(started(asked)) > 0) == bool(asked)
         assert ["makes them anyway" in line for line in lines] == [not asked]
@@ -356,7 +356,7 @@ def test_obstacles_are_said_if_asked(one, stage, on_gpu, reason):
     for asked in (True, None):
         lines = []
         with mock.patch.object(graphs, "has_graphs", lambda: on_gpu), (
-                mock.patch.object(graphs, "print_on_rank_0", lines.append)):
+                mock.patch.object(graphs, "log_on_rank_0", lines.append)):
             started(asked, stage=stage)
         assert len(lines) == bool(asked) and all(reason in line for line in lines)
 

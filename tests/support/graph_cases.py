@@ -163,7 +163,7 @@ def both(train, family: str, stage: int, steps_of: int, dtype: dict, contexts=em
     """Losses, weights and printed lines without and with graphs; how many replays there were."""
     found = []
     for on in (False, True):
-        with contexts(), mock.patch.object(graphs, "print_on_rank_0", found.append):
+        with contexts(), mock.patch.object(graphs, "log_on_rank_0", found.append):
             net = engine({"enabled": True, "graph_attention": on}, stage, min(2, dist.get_world_size()), family=family,
                          frozen=frozen, gradient_accumulation_steps=steps_of,
                          model_changes={"use_cache": False, **changes}, **dtype)

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The package's logger: `logging.getLogger("ds_mxfp8_moe")`.
+
+Its lines go to stdout, unless the program gave this logger handlers before the import. Levels are INFO and WARNING.
+"""
+
+import logging
+from typing import Any
+
+import torch.distributed
+
+logger = logging.getLogger("ds_mxfp8_moe")
+
+
+class _Stdout(logging.Handler):
+    """Writes to the sys.stdout of the moment, which programs and tests replace."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), flush=True)
+
+
+if not logger.handlers:
+    logger.addHandler(_Stdout())
+    logger.propagate = False
+if logger.level == logging.NOTSET:
+    logger.setLevel(logging.INFO)
+
+
+def log(what: Any) -> None:
+    """Logs each line of a text."""
+    for line in str(what).splitlines():
+        logger.log(logging.WARNING if line.startswith("mxfp8_moe: WARNING") else logging.INFO, line)
+
+
+def log_on_rank_0(what: Any) -> None:
+    """The same on rank 0, or in a process that is alone."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        log(what)
