@@ -27,7 +27,7 @@ class Axolotl(Client):
                 ("transformers==5.20.1", "trl==1.14.1", "datasets==5.0.1", "addict", "fire", "colorama", "art",
                  "python-dotenv", "posthog==6.7.11", "schedulefree==1.4.1", "typer==0.25.1", "requests", "einops",
                  "mistral-common==1.12.0", "evaluate==0.4.1", "numba", "fastcore", "wandb"))
-    variables = {"AXOLOTL_DO_NOT_TRACK": "1", "ACCELERATE_USE_CPU": "true",
+    variables = {"AXOLOTL_DO_NOT_TRACK": "1",
                  "PYTHONPATH": str(Path(__file__).with_name("axolotl_without_gpu"))}
 
     def command(self, job: Job) -> list[str]:
