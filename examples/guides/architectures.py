@@ -24,7 +24,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -323,8 +323,8 @@ def rows_of(types: list[str], losses_alone: bool = False) -> Iterator[dict[str, 
                 break
 
 
-def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Of the table, in the order of HEADERS."""
+def cells(rows: list[dict[str, Any]], keys: Iterable[str] = HEADERS) -> list[list[str]]:
+    """Of the table, in the order of `keys`."""
     def cell(row: dict[str, Any], key: str) -> str:
         value = row.get("reason", row.get("remark", "")) if key == "remark" else row.get(key, "")
         if isinstance(value, bool):
@@ -333,39 +333,57 @@ def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
             return f"{value:.2f}" if key in ("first", "last") else f"{value:.2%}"
         return textwrap.shorten(value.replace("|", "/"), 200)
 
-    return [[cell(row, key) for key in HEADERS] for row in rows]
+    return [[cell(row, key) for key in keys] for row in rows]
 
 
-def page() -> str:
-    """The page of the stored results, as Markdown."""
+def pages() -> dict[Path, str]:
+    """The guide, and the page of all figures beside the stored results, as Markdown."""
     result = results_file.read(RESULT, "architectures")
     packages = ("torch", "transformers", "deepspeed", "peft")
     versions = ", ".join(f"{name} {result['versions'][name]}" for name in packages)
+    rows = [{**row["case"], **row} for row in result["rows"]]
+    agreeing = [row["type"] for row in rows if losses_agree(row)]
+    others = "".join(f" With transformers {losses['versions']['transformers']}, the losses of "
+                     f"{sum(map(losses_agree, losses['rows']))} of {len(losses['rows'])} types agree."
+                     for losses in (results_file.read(path, "architectures")
+                                    for path in sorted(LOSSES.parent.glob(LOSSES.name))))
+    remarks: dict[str, list[str]] = {}
+    for name, remark in cells(rows, ("type", "remark")):
+        if remark:
+            remarks.setdefault(remark, []).append(name)
+    guide = [
+        "# Architectures",
+        f"Every model type whose experts transformers stacks (decorator `use_experts_implementation`) is spread and "
+        f"computed in MXFP8. On a CPU, tiny models of {len(agreeing)} of {len(rows)} types have transformers' losses, "
+        f"and {sum(row['correct'] for row in rows)} of them also PEFT's with LoRA, the same after saving, and with "
+        f"replayed routes: [the figures](../benchmarks/results/{RESULT.stem}.md).{others}",
+        ", ".join(agreeing) + ".",
+        "What is different:\n\n" + "\n".join(f"- {', '.join(names)}: {remark}" for remark, names in remarks.items())]
     about = [
-        f"The losses of {sum(map(losses_agree, result['rows']))} of {len(result['rows'])} model types agree with "
-        f"transformers' own, and so do LoRA, saved models and replayed routes for "
-        f"{sum(row['correct'] for row in result['rows'])} of them."]
-    for path in sorted(LOSSES.parent.glob(LOSSES.name)):
-        losses = results_file.read(path, "architectures")
-        about[0] += (f" With transformers {losses['versions']['transformers']}, the losses of "
-                     f"{sum(map(losses_agree, losses['rows']))} of {len(losses['rows'])} types agree.")
-    about[0] += f" Written by `python examples/guides/architectures.py` on a CPU, with {versions}."
-    about += [
-        "A model type is a folder of transformers whose experts have its decorator `use_experts_implementation`. The "
-        f"script finds them, and makes a model with {EXPERTS} experts and random weights from each type's default "
-        f"config. It trains {STEPS} steps on {RANKS} ranks that share the experts, and {STEPS} steps in plain data "
-        "parallelism with transformers' own experts, on the same batches from the same weights.",
+        f"# {RESULT.stem}",
+        f"Written by `python examples/guides/{Path(__file__).name}` on a CPU, with {versions}. It makes a model with "
+        f"{EXPERTS} experts and random weights from the default config of each model type. It trains {STEPS} steps on "
+        f"{RANKS} ranks that share the experts, and {STEPS} steps in plain data parallelism with transformers' own "
+        "experts, on the same batches from the same weights.",
         "*Weight* says how far the last loss moves if the experts give nothing. *bf16* and *MXFP8* are the largest "
         "relative difference of the loss at any step, in these recipes of ours. They must be at most "
         f"{BARS['bf16']:.2%} and {BARS['mxfp8']:.2%}. *LoRA* is the difference from PEFT's loss before and after one "
         "step of adapters on all experts, in MXFP8. *Reload* is the difference between the loss of the engine in "
         "MXFP8 and the loss of the model that transformers loads after `save_pretrained`. *Replay* says whether the "
         "loss is the same if recorded routes are replayed; a remark names models that take no other routes."]
-    lines = ["# Architectures"]
-    for paragraph in about:
-        lines += ["", textwrap.fill(paragraph, 119, break_on_hyphens=False)]
-    rows = [HEADERS.values(), [":---"] * len(HEADERS), *cells([{**row["case"], **row} for row in result["rows"]])]
-    return "\n".join([*lines, "", *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
+    table = [HEADERS.values(), [":---"] * len(HEADERS), *cells(rows)]
+    return {PAGE: "\n\n".join(_wrapped(text) for text in guide) + "\n",
+            RESULT.with_suffix(".md"): "\n\n".join([*map(_wrapped, about), "\n".join(
+                f"| {' | '.join(row)} |" for row in table)]) + "\n"}
+
+
+def _wrapped(text: str) -> str:
+    return text if "\n" in text else textwrap.fill(text, 119, break_on_hyphens=False)
+
+
+def write_pages() -> None:
+    for path, text in pages().items():
+        path.write_text(text)
 
 
 def main() -> None:
@@ -380,7 +398,7 @@ def main() -> None:
     arguments = parser.parse_args()
     result = LOSSES.with_name(LOSSES.name.replace("*", transformers.__version__)) if arguments.losses else RESULT
     if arguments.show:
-        PAGE.write_text(page())
+        write_pages()
         return
     known = decorated_types()
     if unknown := set(arguments.types or ()) - set(known):
@@ -393,7 +411,7 @@ def main() -> None:
         rows[row["type"]] = row
         if arguments.update or not arguments.types:
             results_file.write("architectures", [{"case": {"type": one}, **rows[one]} for one in sorted(rows)], result)
-            PAGE.write_text(page())
+            write_pages()
     print(tabulate(cells([rows[one] for one in types]), HEADERS.values(), disable_numparse=True))
     if bad := [one for one in types if not rows[one]["correct"]]:
         sys.exit(f"{len(bad)} of {len(types)} types do not agree with transformers")

@@ -85,7 +85,7 @@ def verdict(difference: Interval, less: Interval | None) -> tuple[str, float | N
     if difference.high <= LIMIT:
         return above, 0.0
     if less is not None and less.low is not None and less.mean <= LIMIT and less.low <= 0:
-        return f"not told apart from reordered bf16, at most {less.high:.3%} above that; {above}", 0.0
+        return f"not distinguishable from reordered bf16, at most {less.high:.3%} above that; {above}", 0.0
     return f"{'costs quality' if difference.low > 0 else 'open'}: {above}", difference.high - LIMIT
 
 
@@ -183,17 +183,15 @@ MEASURES = [
 
 
 def answer(prepared: dict) -> str:
-    """A Markdown table of whole runs by the judged recipes and by the changes that cost nothing, and the verdicts."""
+    """A Markdown table of whole runs by the judged recipes and by the changes that cost nothing."""
     rows = list(filter(answers, prepared["rows"]))
     lines = [[one["case"]["size"], one["contender"], str(one["pairs"]),
               _with_interval(one["difference"], one["low"], one["high"]),
               _with_interval(one["less"], one["less_low"], one["less_high"]) if "less" in one else "",
               _with_interval(one["in_use"], one["in_use_low"], one["in_use_high"], "+.3%") if "in_use" in one else ""]
              for one in rows]
-    table = show.markdown(lines, ["size", "recipe", "seeds", "change of held-out loss to bf16, with a 95 % interval",
-                                  "the same, less that of reordered", "its weights in MXFP8 to them in bf16"])
-    said = [f"- {one['case']['size']}, {one['contender']}: {one['verdict']}" for one in rows if "verdict" in one]
-    return "\n\n".join([table, "\n".join(said)])
+    return show.markdown(lines, ["size", "recipe", "seeds", "change of held-out loss to bf16, with a 95 % interval",
+                                 "the same, less the change of reordered", "its weights in MXFP8 to them in bf16"])
 
 
 def sentences(prepared: dict) -> list[str]:

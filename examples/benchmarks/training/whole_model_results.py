@@ -223,10 +223,9 @@ def step_lines(result: dict, steps: tuple, over: dict | None = None) -> list[lis
 def steps_text(result: dict) -> str:
     """The tables of the guide to fast training."""
     lines = step_lines(result, STEPS)
-    parts = [f"Each line adds to those above. On {show.origin(result)}:",
+    runs = f"[runs, commits and hosts](../benchmarks/results/{SHOWN.benchmark}.md)"
+    parts = [f"Each line adds to those above. On {result['machine']}, {result['date'][:10]} ({runs}):",
              show.markdown(lines, ["script", "tokens/s of a GPU", "of the line above", "peak, GiB"])]
-    if "note" in result:
-        parts.append(result["note"])
     fastest = row_of(result, DEFAULT, FASTEST)
     if fastest and (instead := step_lines(result, INSTEAD, fastest)):
         parts += ["One thing changed in the line with the loss in large chunks. 4 micro-batches of 2 sequences are as "
