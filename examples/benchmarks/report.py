@@ -17,6 +17,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lib import results_file, show, token_way
+from lib.gains import Gain
+from lib.gains import plot as plot_gains
 from training import (
     convergence,
     convergence_results,
@@ -86,7 +88,7 @@ def of_four_ranks(found: Found) -> dict:
     return next(result for path, result in found if "_4ranks" in path.stem)
 
 
-def gains(whole_models: Found, gpt_moes: Found) -> dict[str, list[front_page.Gain]]:
+def gains(whole_models: Found, gpt_moes: Found) -> dict[str, list[Gain]]:
     """What the README's picture shows, by the titles of its parts."""
     full, adapted = front_page.whole_models(of_one_rank(whole_models)[1])
     exchanged = front_page.with_exchange(of_four_ranks(gpt_moes))
@@ -168,7 +170,7 @@ def main(arguments: list[str] | None = None) -> None:
                 show.draw_all(shown, path, shown.prepared(result))
     if check:
         sys.exit("\n".join(missed) or 0)
-    show.draw(front_page.plot, GAIN, gains(results(whole_model.SHOWN.benchmark), results(train.SHOWN.benchmark)))
+    show.draw(plot_gains, GAIN, gains(results(whole_model.SHOWN.benchmark), results(train.SHOWN.benchmark)))
     show.draw(token_way.plot, results_file.RESULTS / "token_way.png", {})
     for path, text in texts().items():
         path.write_text(text)

@@ -128,17 +128,21 @@ def name_of(weights: str, replay: bool) -> str:
 
 
 def draw(runs: dict[tuple, list[dict[str, float]]], path: Path) -> None:
-    """One curve for each combination and seed."""
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2))
-    for (weights, replay, seed), records in runs.items():
-        style = dict(color="tab:blue" if replay else "tab:red", linestyle="-" if weights == "fp8" else ":",
-                     label=name_of(weights, replay) if seed == SEEDS[0] else None, linewidth=1)
+    """For each combination, the mean of the seeds, and the range of all of them."""
+    plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    for weights, replay in dict.fromkeys(key[:2] for key in runs):
+        style = {"color": "tab:blue" if replay else "tab:red", "linestyle": "-" if weights == "fp8" else ":"}
         for one, key in zip(axes, ("kl", "reward"), strict=True):
-            one.plot([record[key] for record in records], **style)
+            steps = list(zip(*([record[key] for record in records] for arm, records in runs.items()
+                               if arm[:2] == (weights, replay)), strict=True))
+            one.plot([sum(values) / len(values) for values in steps], label=name_of(weights, replay), **style)
+            one.fill_between(range(len(steps)), *zip(*((min(values), max(values)) for values in steps), strict=True),
+                             color=style["color"], alpha=0.12, linewidth=0)
     axes[0].set(yscale="log", ylabel="KL(rollout || trainer), nats a token", xlabel="step")
-    axes[1].set(ylabel="reward: even numbers", xlabel="step")
-    axes[1].legend()
-    figure.savefig(path, dpi=90, bbox_inches="tight")
+    axes[1].set(ylabel="reward: share of even numbers", xlabel="step", ylim=(0, 1))
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4, frameon=False)
+    figure.savefig(path, dpi=100)
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import report
 from kernels import grouped_gemm, quantize
 from kernels.shapes import Case
-from lib import models, results_file, show, timing, trainings, world
+from lib import gains, models, results_file, show, timing, trainings, world
 from lib.show import Measure, bar
 from lib.timing import Contender
 from training import changes, front_page, memory, train, whole_model, whole_model_results
@@ -369,12 +369,12 @@ def test_a_bar_is_made_of_what_was_measured():
     base, bf16, mxfp8 = ({"contender": name, "case": {}, "tokens_per_s": rate, "peak_bytes": rate} | more
                          for name, rate, more in ((AUTOEP, 100, {}), (OURS_BF16, 150, {"experts_in": "bf16"}),
                                                   (HP, 180, {"experts_in": "MXFP8"})))
-    gains = [front_page.gain("a", AUTOEP, base, bf16, mxfp8), front_page.gain("b", AUTOEP, base, None, mxfp8),
-             front_page.gain("c", AUTOEP, base, bf16, None)]
-    assert [one.times(one.mxfp8 or one.bf16) for one in gains] == ["1.80x", "1.80x", "1.50x"]
+    made = [front_page.gain("a", AUTOEP, base, bf16, mxfp8), front_page.gain("b", AUTOEP, base, None, mxfp8),
+            front_page.gain("c", AUTOEP, base, bf16, None)]
+    assert [one.times(one.mxfp8 or one.bf16) for one in made] == ["1.80x", "1.80x", "1.50x"]
     figure = Figure()
     pyplot = mock.Mock(subplots=lambda **_: (figure, figure.subplots()), Rectangle=Rectangle)
-    front_page.plot({"title": gains}, pyplot)
+    gains.plot({"title": made}, pyplot)
     drawn = [(round(bar.get_x(), 2), round(bar.get_width(), 2)) for bar in figure.axes[0].patches]
     assert drawn == [(0, 1), (1, 0.5), (1.5, 0.3), (0, 1), (1, 0.8), (0, 1), (1, 0.5)]
     assert figure.axes[0].get_xlim()[0] == 0

@@ -168,7 +168,8 @@ def fast(directory: Path, family: str) -> tuple[int, list[float], list[float]]:
     other = model(family)
     names["loss_in_chunks"](other, tokens=24)
     assert other(input_ids=ids).logits.shape == (2, 40, len(other.lm_head.weight))
-    return len(converted_layers(names["trainer"].model_wrapped.module)), plain, [other(**one).loss.item() for one in given]
+    converted = len(converted_layers(names["trainer"].model_wrapped.module))
+    return converted, plain, [other(**one).loss.item() for one in given]
 
 
 @pytest.mark.parametrize("family", slow_except(["qwen3_moe", "qwen2_moe"], "qwen2_moe"))

@@ -265,7 +265,8 @@ def prepare(result: dict) -> list[dict]:
 
 
 def plot(result: dict, pyplot) -> None:
-    panels = show.parts_of_cases(result, ("dispatch", "combine"))
+    panels = {title: {name.replace("no dedup", "one copy a choice"): parts for name, parts in bars.items()}
+              for title, bars in show.parts_of_cases(result, ("dispatch", "combine")).items()}
     show.stacked(pyplot, dict(list(panels.items())[:3]), "ms")  # those of --cases short
 
 

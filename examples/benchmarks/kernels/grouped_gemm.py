@@ -186,13 +186,14 @@ def measured_rows(args: argparse.Namespace) -> Iterator[list[dict]]:
 # ---- how results are shown ------------------------------------------------------------------------------------------
 
 
-FASTEST, FLOOR = "fastest bf16", "floor"
-CONTENDERS = (TORCH, LOOP, ROWWISE, OURS_BF16, FROM_MXFP8, MXFP8, FLOOR)
+FASTEST, ROOFLINE = "fastest bf16", "roofline"
+CONTENDERS = (TORCH, LOOP, ROWWISE, OURS_BF16, FROM_MXFP8, MXFP8, ROOFLINE)
 
 
 def prepare(result: dict) -> list[dict]:
-    """Every row with TFLOP/s; and for each GEMM the fastest in bf16, and the floor: its FLOPs at the rate of cuBLAS'
-    FP8 product, or its bytes at that of a device copy. No version is faster. Without these rates there is no floor."""
+    """Every row with TFLOP/s; and for each GEMM the fastest in bf16, and the roofline: its FLOPs at the rate of
+    cuBLAS' FP8 product, or its bytes at the rate of a device copy. No version is faster. Without these rates there is
+    none."""
     timed = {row["case"]["operation"]: row for row in result["rows"] if "median_ms" in row}
     copy, product = timed.get("device copy"), timed.get("fp8 product")
     rows = []
@@ -202,9 +203,9 @@ def prepare(result: dict) -> list[dict]:
         if bf16:
             found[FASTEST] = {**min(bf16, key=lambda row: row["median_ms"]), "contender": FASTEST}
         if copy and product:
-            floor_ms = max(case["least_bytes"] * copy["median_ms"] / copy["case"]["bytes"],
+            bound_ms = max(case["least_bytes"] * copy["median_ms"] / copy["case"]["bytes"],
                            case["flops"] * product["median_ms"] / product["case"]["flops"])
-            found[FLOOR] = {"case": case, "contender": FLOOR, "median_ms": floor_ms, "correct": True}
+            found[ROOFLINE] = {"case": case, "contender": ROOFLINE, "median_ms": bound_ms, "correct": True}
         rows += [{**row, "tflops": case["flops"] / row["median_ms"] / 1e9} for row in found.values()]
     return rows + [row for row in result["rows"] if not row["correct"]]
 
@@ -227,9 +228,14 @@ MEASURES = [
 
 
 def plot(result: dict, pyplot) -> None:
-    panels = show.points_over(result, "tokens_per_expert", ("operation", "dim", "hidden"), CONTENDERS, figure="tflops",
-                              when=shapes.plotted)
-    show.lines(pyplot, panels, "tokens per expert", "TFLOP/s", xscale="log")
+    panels: dict = {}
+    for group in results_file.groups(result):
+        case = group.case
+        if shapes.plotted(case):
+            row = {name: group.figure(name, "tflops") for name in CONTENDERS if group.figure(name, "tflops")}
+            name = f"{case['dim']} x {case['hidden']}, {case['tokens_per_expert']} an expert"
+            panels.setdefault(case["operation"], {})[name] = row
+    show.dots(pyplot, panels, "TFLOP/s", ROOFLINE)
 
 
 SHOWN = show.Shown("grouped_gemm", MEASURES, [("TFLOP/s", "tflops", "{:.0f}")], plot, contenders=CONTENDERS,

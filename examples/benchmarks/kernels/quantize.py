@@ -103,7 +103,7 @@ def of_rows(P: int, K: int, block: int) -> Iterator[Kernel]:
         yield Kernel(case("re-scale, transposed"), lambda: casts.rescale_columns(rows, MODE), lambda out: [rows, out],
                      lambda out: all(same(columns(out, part), mx.transpose_rescale(rows[part], block, MODE))
                                      for part in parts))
-    yield Kernel(case("dequantise"), lambda: casts.dequantize(rows, BF16), lambda out: [rows, out],
+    yield Kernel(case("dequantize"), lambda: casts.dequantize(rows, BF16), lambda out: [rows, out],
                  lambda out: all(same(out[part], mx.dequantize(rows[part], BF16)) for part in parts))
 
 
@@ -250,8 +250,13 @@ MEASURES = [share_of_copy("casts", False), share_of_copy("SwiGLU with its casts"
 
 
 def plot(result: dict, pyplot) -> None:
-    panel = {name_of(row["case"]): {"ours": row.get("share")} for row in result["rows"]}
-    show.stacked(pyplot, {"bytes that must move / time": panel}, "of the bandwidth of a device copy")
+    table: dict = {}
+    for row in result["rows"]:
+        case = row["case"]
+        if row.get("share"):
+            column = f"{case['shape']}, {case['dtype']}, {case['block_size']}"
+            table.setdefault(case["kernel"], {})[column] = row["share"]
+    show.heat_map(pyplot, table, "share of the bandwidth of a device copy", 0.4, 1.05)
 
 
 SHOWN = show.Shown("quantize", MEASURES, [("MiB moved", "mib", "{:.0f}"), show.MS, ("TB/s", "tb_per_s", "{:.2f}"),

@@ -5,6 +5,7 @@ What a run measured in short is a list of `Measure`s: each has one value for a c
 one is stated, and may have bars that this project's own runs must reach. These were set for H200s.
 """
 
+import math
 import statistics
 import sys
 import textwrap
@@ -226,12 +227,14 @@ def lines(pyplot, panels: dict[str, dict[str, list]], xlabel: str, ylabel: str,
           of_panels: dict[str, dict] | None = None, **settings) -> None:
     """Panels with one line for each series of points: {title: {series: [(x, y), ...]}}.
 
-    Series of one color in a panel, which are a contender's, have lines of different styles.
+    Series of one color in a panel, which are a contender's, have lines of different styles. Values that are all
+    positive have an axis from zero, unless it is logarithmic.
 
     Args:
         panels: a point may be (x, y, low, high): the area between low and high is shaded.
         settings: of each axis. `of_panels`: instead of them, by the panel's title.
     """
+    from matplotlib.ticker import LogLocator, NullFormatter
     names = dict.fromkeys(name for series in panels.values() for name in series)
     of = colors(names)
     style = {name: STYLES[[other for other in names if of[other] == of[name]].index(name) % len(STYLES)]
@@ -243,25 +246,79 @@ def lines(pyplot, panels: dict[str, dict[str, list]], xlabel: str, ylabel: str,
             axis.plot(x, y, ".", color=of[name], markersize=5)
             if band:
                 axis.fill_between(x, *band, color=of[name], alpha=0.15, linewidth=0)
+        values = [point[1] for points in series.values() for point in points]
+        if settings.get("yscale") != "log" and min(values) >= 0:
+            axis.set_ylim(0, 1.05 * max(values))
         axis.set(title=title, xlabel=xlabel, ylabel=ylabel, **settings | (of_panels or {}).get(title, {}))
+        for scale, one in (("xscale", axis.xaxis), ("yscale", axis.yaxis)):
+            if settings.get(scale) == "log":  # plain numbers in place of powers of ten
+                one.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                one.set_major_formatter("{x:g}")
+                one.set_minor_formatter(NullFormatter())
     _legend(pyplot, [pyplot.Line2D([], [], color=of[name], linestyle=style[name], label=name) for name in names])
 
 
-def spans(pyplot, panels: dict[str, dict[str, list[float]]], **settings) -> None:
-    """Panels with a row for each contender: its values as ticks, and their mean with its 95 % interval."""
+def spans(pyplot, panels: dict[str, dict[str, list[float]]], xlabel: str, most: float = math.inf) -> None:
+    """A forest plot: panels with a row for each contender, with its values as ticks, their number, and their mean with
+    its 95 % interval. All panels have the same scale, with zero in the middle. `most`: where it ends, at most."""
     of = colors(name for rows in panels.values() for name in rows)
     tallest = max((len(rows) for rows in panels.values()), default=1)
+    farthest = max(abs(value) for rows in panels.values() for values in rows.values()
+                   for value in (*values, *(end for end in interval(values)[1:3] if end is not None)))
+    end = min(1.05 * farthest, most)
     for axis, (title, rows) in zip(_axes(pyplot, len(panels), 0.8 + 0.3 * tallest), panels.items(), strict=True):
-        for name, values in rows.items():
+        for y, (name, values) in enumerate(rows.items()):
             mean = interval(values)
-            axis.plot(values, [name] * len(values), "|", color=of[name], markersize=7, alpha=0.6)
-            axis.plot([mean.mean], [name], "o", color=of[name], markersize=6)
+            axis.plot(values, [y] * len(values), "|", color=of[name], markersize=7, alpha=0.6)
+            axis.plot([mean.mean], [y], "o", color=of[name], markersize=6)
             if mean.low is not None:
-                axis.plot([mean.low, mean.high], [name] * 2, color=of[name], linewidth=2)
+                axis.plot([mean.low, mean.high], [y] * 2, color=of[name], linewidth=2)
+        axis.set_yticks(range(len(rows)), [f"{name} (n = {len(values)})" for name, values in rows.items()])
         axis.axvline(0, color=GRAY, linewidth=0.8)
-        axis.margins(y=0.15)
-        axis.invert_yaxis()
-        axis.set(title=title, **settings)
+        axis.set(title=title, xlabel=xlabel, xlim=(-end, end), ylim=(len(rows) - 0.5, -0.5))
+
+
+def dots(pyplot, panels: dict[str, dict[str, dict[str, float]]], xlabel: str, bound: str | None = None) -> None:
+    """Panels with a row for each case and a dot in it for each contender: {title: {case: {contender: value}}}. The
+    axis begins at zero. `bound`: the contender that none can pass, drawn as a line across its row."""
+    of = colors(name for rows in panels.values() for row in rows.values() for name in row if name != bound)
+    tallest = max(len(rows) for rows in panels.values())
+    axes = _axes(pyplot, len(panels), 0.8 + 0.24 * tallest)
+    for axis, (title, rows) in zip(axes, panels.items(), strict=True):
+        for y, row in enumerate(rows.values()):
+            for name, value in row.items():
+                if name == bound:
+                    axis.plot([value], [y], "|", color="black", markersize=13, markeredgewidth=1.6)
+                else:
+                    axis.plot([value], [y], "o", color=of[name], markersize=6)
+        axis.set_yticks(range(len(rows)), list(rows))
+        axis.grid(axis="y", color=GRAY, alpha=0.2)
+        axis.set(title=title, xlabel=xlabel, ylim=(len(rows) - 0.5, -0.5))
+        axis.set_xlim(left=0)
+    handles = [pyplot.Line2D([], [], color=color, marker="o", linestyle="", label=name) for name, color in of.items()]
+    if bound:
+        handles.append(pyplot.Line2D([], [], color="black", marker="|", markersize=11, markeredgewidth=1.6,
+                                     linestyle="", label=bound))
+    _legend(pyplot, handles)
+
+
+def heat_map(pyplot, table: dict[str, dict[str, float]], label: str, low: float, high: float) -> None:
+    """A cell for each row and column that has a value, which stands in it: {row: {column: value}}. `low`, `high`: the
+    values of the lightest and the darkest color."""
+    columns = list(dict.fromkeys(column for row in table.values() for column in row))
+    figure, axis = pyplot.subplots(figsize=(WIDTH, 1.6 + 0.28 * len(table)), layout="constrained")
+    values = [[row.get(column, float("nan")) for column in columns] for row in table.values()]
+    image = axis.imshow(values, cmap="Blues", vmin=low, vmax=high, aspect="auto")
+    for y, row in enumerate(values):
+        for x, value in enumerate(row):
+            if value == value:
+                axis.text(x, y, f"{value:.2f}", ha="center", va="center",
+                          color="white" if value > (low + high) / 2 else "black")
+    axis.set_xticks(range(len(columns)), columns, rotation=35, ha="right", rotation_mode="anchor")
+    axis.set_yticks(range(len(table)), list(table))
+    axis.tick_params(length=0)
+    axis.spines[:].set_visible(False)
+    figure.colorbar(image, ax=axis, label=label, fraction=0.03, pad=0.02)
 
 
 def stacked(pyplot, panels: dict[str, dict[str, dict[str, float]]], xlabel: str,

@@ -232,9 +232,9 @@ def plot(result: dict, pyplot) -> None:
     panels: dict = {}
     order = (*JUDGED, *NOT_JUDGED, OWN)
     for one in sorted(filter(answers, result["rows"]), key=lambda one: order.index(one["contender"])):
-        title = f"{one['case']['size']}: held-out loss over bf16's, %"
-        panels.setdefault(title, {})[one["contender"]] = [100 * value for value in one["by_seed"].values()]
-    show.spans(pyplot, panels)
+        panels.setdefault(f"{one['case']['size']} parameters", {})[one["contender"]] = [
+            100 * value for value in one["by_seed"].values()]
+    show.spans(pyplot, panels, "change of held-out loss to bf16, %")
 
 
 def more_plots(result: dict) -> dict[str, Callable]:
@@ -254,26 +254,22 @@ def _others(rows: list[dict], _, pyplot) -> None:
     panels: dict = {}
     for one in rows:
         size, stopped = one["case"]["size"], one["case"].get("stopped_after")
-        values, title = one["by_seed"], f"{size}: held-out loss over bf16's, %"
+        values, title = one["by_seed"], f"{size}: held-out loss"
         if stopped:
-            values, title = one["training_by_seed"], f"{size}, {stopped} steps: training loss over bf16's, %"
+            values, title = one["training_by_seed"], f"{size}, {stopped} steps: training loss"
         panels.setdefault(title, {})[one["contender"]] = [100 * value for value in values.values()]
-    show.spans(pyplot, panels, xlim=(-SHOWN_PERCENT, SHOWN_PERCENT))
+    show.spans(pyplot, panels, "change to bf16, %", SHOWN_PERCENT)
 
 
 def _training(rows: list[dict], _, pyplot) -> None:
+    """What the curves themselves would not show, since they coincide: their differences."""
     panels: dict = {}
-    over = "held-out loss over bf16's, %"
     for one in rows:
-        name = one["contender"]
-        if "over_steps" in one and name in (*JUDGED, YARDSTICK, OWN):
-            panels.setdefault(over, {})[name] = [
+        if "over_steps" in one and one["contender"] in (*JUDGED, YARDSTICK, OWN):
+            panels.setdefault("held-out loss, mean over seeds with its 95 % interval", {})[one["contender"]] = [
                 (step, 100 * of.mean, *(100 * (of.mean if end is None else end) for end in (of.low, of.high)))
                 for step, of in one["over_steps"].items()]
-        for curve, title in ({"heldout_loss": "held-out loss"} | TRAINING).items():
-            panels.setdefault(title, {})[name] = list(one["curves"][curve].items())
-    show.lines(pyplot, panels, "step", "", yscale="log",
-               of_panels={over: {"yscale": "linear", "ylim": (-SHOWN_PERCENT, SHOWN_PERCENT)}})
+    show.lines(pyplot, panels, "step", "change to bf16, %")
 
 
 def _roundings(rows: list[dict], _, pyplot) -> None:

@@ -7,9 +7,9 @@ expert, a recipe in MXFP8 runs its experts in bf16.
 
 import textwrap
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from lib import results_file, show
+from lib.gains import Gain
 
 from . import convergence_results, train, whole_model_results
 from .whole_model_results import (
@@ -32,33 +32,7 @@ SCRIPTS = {"Liger kernels": FASTEST, "torch.compile": WITHOUT_LIGER, "as in Tran
 SHAPES = {"deepseek": "DeepSeek-V2-Lite", "qwen3": "Qwen3-30B-A3B", "mixtral": "Mixtral-8x7B"}  # of train.py
 ADAPTED = ("Mixtral-8x7B", "gpt-oss-20b", "OLMoE-1B-7B")  # LoRA without Liger
 HOW = ("one H200 as one rank of 8, no all-to-all", "4 x H200, with the all-to-all", "one H200, whole models")
-LIGHT, DARK = "#8ab6e8", "#1f5fbf"
-# The parts of a bar: how it is drawn, and its label.
-PARTS = {"baseline": ({"facecolor": "#c4c4c4"}, "baseline, in bf16"),
-         "bf16": ({"facecolor": LIGHT}, "added by this package in bf16"),
-         "MXFP8": ({"facecolor": DARK}, "added by MXFP8 experts"),
-         "both": ({"facecolor": LIGHT, "hatch": "////", "edgecolor": DARK}, "added by both, not measured apart")}
 
-
-class Gain(NamedTuple):
-    """One training beside its baseline, in tokens per second of a GPU.
-
-    Attributes:
-        what: the model, and how it trained.
-        over: the baseline's contender.
-        bf16, mxfp8: of this package, with its experts in this. None: not measured.
-        memory: peak memory over the baseline's. None: not measured.
-    """
-
-    what: str
-    over: str
-    base: float
-    bf16: float | None
-    mxfp8: float | None
-    memory: float | None
-
-    def times(self, rate: float) -> str:
-        return f"{rate / self.base:.2f}x"
 
 
 def rate(row: dict, experts_in: str) -> float:
@@ -140,43 +114,6 @@ def lead(full: list[Gain], exchanged: list[Gain], adapted: list[Gain], from_file
              for bullet in bullets]
     both = f"Where both were measured, MXFP8 adds {added[0]:.0%} to {added[-1]:.0%} to this package's speed in bf16."
     return "\n".join([*lines, "", both])
-
-
-# ---- the picture --------------------------------------------------------------------------------------------------
-
-
-def plot(groups: dict[str, list[Gain]], pyplot) -> None:
-    """A bar for each training, in parts: its baseline, which is 1, and what this package adds in bf16 and by MXFP8.
-
-    Args:
-        groups: of bars, by their title.
-    """
-    rows = sum(len(gains) + 1.4 for gains in groups.values())
-    figure, axis = pyplot.subplots(figsize=(show.WIDTH, 1 + 0.31 * rows), layout="constrained")
-    y, ticks, used = 0.0, {}, ["baseline"]
-    for title, gains in groups.items():
-        axis.text(0, y, title, weight="bold", va="center")
-        for one in gains:
-            y += 1
-            ticks[y] = one.what
-            parts = [("baseline", 1.0), ("bf16", one.bf16 and one.bf16 / one.base),
-                     ("MXFP8" if one.bf16 else "both", one.mxfp8 and one.mxfp8 / one.base)]
-            left = 0.0
-            for part, end in parts:
-                if end is not None:
-                    axis.barh(y, end - left, 0.72, left=left, linewidth=0, **PARTS[part][0])
-                    left, used = end, [*used, part]
-            rates = {"bf16": one.bf16, "MXFP8": one.mxfp8}
-            told = ", ".join(f"{one.times(value)} {name}" for name, value in rates.items() if value)
-            axis.text(left, y, f"  {told}; {(one.mxfp8 or one.bf16) / 1000:.1f}k tokens/s", va="center")
-        y += 1.4
-    axis.set_yticks(list(ticks), list(ticks.values()))
-    axis.tick_params(axis="y", length=0)
-    axis.set(ylim=(y - 0.8, -0.7), xlim=(0, 3.7), xticks=(0, 0.5, 1, 1.5, 2, 2.5),
-             xlabel="speed, baseline = 1 (beside the bars: tokens per second per GPU)")
-    figure.legend(handles=[pyplot.Rectangle((0, 0), 1, 1, linewidth=0, label=label, **style)
-                           for part, (style, label) in PARTS.items() if part in used],
-                  loc="outside upper center", ncols=2, frameon=False)
 
 
 # ---- what was measured ----------------------------------------------------------------------------------------------

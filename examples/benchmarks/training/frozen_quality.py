@@ -103,10 +103,8 @@ def sentences(result: dict) -> list[str]:
 
 
 def plot(result: dict, pyplot) -> None:
-    _, axis = pyplot.subplots(figsize=(show.WIDTH, 2.5), layout="constrained")
-    axis.axvline(0, color=show.GRAY, linewidth=0.8)
-    axis.plot([100 * cost for cost in costs(result)], range(len(costs(result))), "o", color=show.color_of("ours"))
-    axis.set(xlabel=f"held-out loss, {FROZEN} beside {BF16}, %", ylabel="pair")
+    show.spans(pyplot, {"frozen experts in MXFP8": {FROZEN: [100 * cost for cost in costs(result)]}},
+               f"change of held-out loss to {BF16}, %")
 
 
 SHOWN = show.Shown(

@@ -7,8 +7,9 @@ from pathlib import Path
 import yaml
 
 from exchange.rates import GPUS_A_HOST, MB, ms_of
-from lib import results_file, show
+from lib import gains, results_file, show
 from lib.colors import colors
+from lib.gains import Gain
 from lib.results_file import Group
 from lib.show import Measure, bar
 
@@ -128,20 +129,32 @@ def panels(result: dict, figure: str) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def plot(result: dict, pyplot) -> None:
-    """Tokens per second, with what others publish for the model."""
-    found = panels(result, "tokens_per_s")
-    for group in results_file.groups(result):
-        bars = found.get(show.described(group.case, show.varying(result)))
-        if bars and is_full(group.case):
-            bars |= {f"published: {one['who']}": {"tokens_per_s": one["tokens_per_s"]} for one in PUBLISHED
-                     if one["model"] == group.case["model"]}
-    show.stacked(pyplot, found, "tokens per second of a GPU")
+    """Every case as it is by default: beside the faster of AutoEP and transformers, this package in bf16 and MXFP8."""
+    named = ("model", "training", "one_rank_of", "ranks", "sequences", "micro_batches", "layers")
+    keys, found = [key for key in show.varying(result) if key not in named], {}
+    groups = results_file.groups(result)
+    for group in [group for group in groups if not is_changed(group.case)] or groups:
+        rates = {name: row["tokens_per_s"] for name, row in group.rows.items() if row.get("tokens_per_s")}
+        of = {experts: [rates[name] for name in (DEFAULT, BF16) if name in rates and group.rows[name]["experts_in"] ==
+                        experts] for experts in ("bf16", "MXFP8")}
+        if any(of.values()):
+            over = max((name for name in (AUTOEP, PLAIN) if name in rates), key=rates.get, default=None)
+            case = group.case
+            title = (f"{'Full fine-tuning' if case['training'] == FULL else LORA}, {case['ranks']} GPU"
+                     f"{'s' * (case['ranks'] > 1)} of {case['one_rank_of']}; micro-batches x sequences")
+            layers = MODELS[case["model"]]["num_hidden_layers"]
+            parts = [case["model"], "" if case["layers"] == layers else f"{case['layers']} of {layers} layers",
+                     f"{case['micro_batches']} x {case['sequences']}", show.described(case, keys)]
+            found.setdefault(title, []).append(Gain(
+                ", ".join(filter(None, parts)), over, rates.get(over), *(max(of[one], default=None) for one in of),
+                None))
+    gains.plot(found, pyplot, absolute=True)
 
 
 def plot_memory(result: dict, pyplot) -> None:
     found = panels(result, "peak_bytes")
-    show.stacked(pyplot, {case: {name: {"peak": of["peak_bytes"] / 2**30} for name, of in bars.items()}
-                          for case, bars in found.items()}, "peak memory, GiB")
+    show.dots(pyplot, {"": {case: {name: of["peak_bytes"] / 2**30 for name, of in bars.items()}
+                            for case, bars in found.items()}}, "peak memory, GiB")
 
 
 def plot_parts(result: dict, pyplot) -> None:
