@@ -28,7 +28,7 @@ from .self_check import check, kinds_of, line_about, worst
 
 
 def attach(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> ConversionReport:
-    """Does what the section asks of an engine, for `initialize`, `enable` and `convert`. Collective over all ranks.
+    """Converts the engine's MoE layers and installs the hooks that the section asks for. Collective over all ranks.
 
     A second call replaces what the first one did. A section that is not enabled takes it back. Without a section,
     converted layers stay converted.

@@ -51,7 +51,7 @@ def remember_engine(engine: DeepSpeedEngine) -> None:
 
 
 def hook_engine(engine: MoEEngine, config: MXFP8MoEConfig, converted: int) -> None:
-    """Applies all of the following to an engine, as its layers' config asks for it. A second call replaces the first.
+    """Installs or removes every engine hook, as configured. A second call replaces the first.
 
     Args:
         config: the section, which may be disabled.

@@ -26,7 +26,7 @@ from ..compute.sums import Sum
 
 
 class Sums:
-    """Which gradients lie in the sums of an optimizer, which is a BatchedGradients.
+    """Tracks which gradients are already in the optimizer's partition sums.
 
     Attributes:
         keys: id of a parameter -> (group, index in the group, DeepSpeed's number of the parameter).
