@@ -191,8 +191,8 @@ def test_runs_that_do_not_start_alike_are_no_pair():
 
 @pytest.mark.parametrize("costs, yardstick, said, beyond", [
     ([0.001, 0.0012, 0.0011], [0.0, 0.001, -0.001], "at most 0.135% above bf16.", False),
-    ([0.01, -0.01, 0.002], [0.011, -0.012, 0.001], "not told apart from reordered bf16, at most 0.446% above that; at "
-     "most 2.567% above bf16. If it costs 0.07%, about 239 seeds", False),
+    ([0.01, -0.01, 0.002], [0.011, -0.012, 0.001], "not distinguishable from reordered bf16, at most 0.446% above "
+     "that; at most 2.567% above bf16. If it costs 0.07%, about 239 seeds", False),
     ([0.01, -0.001, 0.004], [0.0, 0.001, -0.001], "open: at most 1.801% above bf16.", True)])
 def test_verdicts(costs, yardstick, said, beyond):
     rows = [one for seed, (cost, other) in enumerate(zip(costs, yardstick, strict=True))
