@@ -34,6 +34,7 @@ class Call:
         layout: of the weights, see `flattened`.
         adapted: the GEMMs that have adapters.
         frozen: FrozenWeights.operands. None: the weights are not held in MXFP8 alone.
+        autocast: the caller's dtype under autocast. None: it has none.
     """
 
     ffn: Any
@@ -41,6 +42,7 @@ class Call:
     layout: tuple
     adapted: tuple[str, ...]
     frozen: dict[str, MXTensor] | None
+    autocast: torch.dtype | None = None
 
     def unquantized(self) -> "Call":
         """The same call where experts get few tokens."""

@@ -39,8 +39,8 @@ Adapters (`LowRank`) add (x A1^T) B1^T to pre, and (h A2^T) B2^T to y. They mult
 dtype. Their weights have gradients of their own, so that the experts' weights may be frozen.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from itertools import chain
@@ -50,7 +50,6 @@ import torch
 from torch.autograd.graph import Node
 
 from ..compute.formula import ExpertFormula, LowRank
-from ..compute.mx import MXTensor
 from ..compute.recorded import flatten, recorded, unflatten
 from ..compute.routing import Routes
 from ..compute.sums import Sum
@@ -121,27 +120,31 @@ class ExpertFFN:
         """
         if torch.compiler.is_dynamo_compiling():
             return _outside_compile(self, x_TH, routes, weights, adapters, frozen)
+        with self.outside_autocast(x_TH.device.type) as autocast:
+            x_TH = x_TH if autocast is None else x_TH.to(autocast)
+            layout, tensors = flattened(weights)
+            factors = [factor.to(x_TH.dtype) for adapter in (adapters or {}).values() for factor in adapter]
+            call = Call(self, ExpertMath(self.formula, self.recipe, x_TH.dtype), layout, tuple(adapters or ()),
+                        frozen and frozen.operands(), autocast)
+            return self.function(call, torch.is_grad_enabled(), routes.expert_TK, x_TH, routes.weight_TK, *factors,
+                                 *tensors)
+
+    @property
+    def function(self) -> Callable:
+        """What computes a call."""
+        return _ExpertFFNFunction.apply
+
+    @contextmanager
+    def outside_autocast(self, device_type: str) -> Iterator[torch.dtype | None]:
+        """Within it, autocast is off, and its dtype is given, None if it was off before. Peers get to know errors."""
+        autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
         try:
-            device_type = x_TH.device.type
-            autocast = torch.is_autocast_enabled(device_type)
-            if autocast:
-                x_TH = x_TH.to(torch.get_autocast_dtype(device_type))
-            adapters = {name: LowRank(*(factor.to(x_TH.dtype) for factor in factors))
-                        for name, factors in (adapters or {}).items()}
             with torch.autocast(device_type, enabled=False) if autocast else nullcontext(), \
                     nullcontext() if self.training else naming_evaluation():
-                return self._compute(x_TH, routes, weights, adapters, frozen and frozen.operands(), autocast)
+                yield autocast
         except Exception as error:
             tell_peers(error)
             raise
-
-    def _compute(self, x_TH: torch.Tensor, routes: Routes, weights: dict, adapters: dict[str, LowRank],
-                 frozen: dict[str, MXTensor] | None, autocast: bool) -> torch.Tensor:
-        """The call, without autocast. `adapters`: in x's dtype. `autocast`: whether the caller has it enabled."""
-        layout, tensors = flattened(weights)
-        call = Call(self, ExpertMath(self.formula, self.recipe, x_TH.dtype), layout, tuple(adapters), frozen)
-        return _ExpertFFNFunction.apply(call, torch.is_grad_enabled(), routes.expert_TK, x_TH, routes.weight_TK,
-                                        *chain(*adapters.values()), *tensors)
 
 
 def backward_of_call(function: Callable) -> Callable:
@@ -175,12 +178,12 @@ class _ExpertFFNFunction(torch.autograd.Function):
         if ffn.recorded_whole:
             call = call.unquantized() if ffn.has_few_tokens(expert_TK) else call
             projections = call.projections(tensors, transposed=False)
-            y_TH, rows, plan = _forward_whole(ffn.transport, ffn.num_local_experts, call.math, backward, x_TH,
+            y_TH, rows, plan = _forward_whole(ffn.transport, ffn.num_local_experts, None, call.math, backward, x_TH,
                                               expert_TK, weight_TK, *projections)
         else:
             plan, call, projections = call.plan(expert_TK, x_TH, tensors, backward)
-            y_TH, rows = _forward(ffn.transport, plan, call.math, backward, x_TH, weight_TK, *projections,
-                                  ffn.timed or nullcontext)
+            y_TH, rows, _ = _forward(ffn.transport, ffn.num_local_experts, plan, call.math, backward, x_TH, expert_TK,
+                                     weight_TK, *projections, ffn.timed or nullcontext)
         kept: list[torch.Tensor] = []
         tree = flatten((rows, plan), kept)
         # Autograd saves some other tensor than the parameter where activation checkpointing recomputes it.
@@ -216,27 +219,20 @@ def wire_of(recipe: Recipe, dtype: str) -> Wire:
     return Wire(dtype == "mxfp8", recipe.block_size, recipe.scaling_mode)
 
 
-def _forward(transport: Transport, plan: Any, math: ExpertMath, backward: bool, x_TH: torch.Tensor,
-             weight_TK: torch.Tensor, up: Projection, down: Projection,
-             timed: Callable[[str], AbstractContextManager]) -> tuple[torch.Tensor, Rows]:
-    """The output y_TH, and what backward needs."""
+def _forward(transport: Transport, num_local_experts: int, plan: Any, math: ExpertMath, backward: bool,
+             x_TH: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor, up: Projection, down: Projection,
+             timed: Callable[[str], AbstractContextManager] = nullcontext) -> tuple[torch.Tensor, Rows, Any]:
+    """The output y_TH, what backward needs, and the plan. `plan`: None makes it."""
     recipe = math.recipe
+    if plan is None:
+        plan = transport.plan(expert_TK, num_local_experts)
     with timed("dispatch"):
         arrived = transport.dispatch(plan, x_TH, wire_of(recipe, recipe.dispatch_fwd), weight_TK)
     y_PH, rows = math.forward(*arrived, up, down, plan.group_ends_E, backward)
     del arrived  # which frees x_PH if no backward follows
     with timed("combine"):
         y_TH, _ = transport.combine(plan, y_PH, wire_of(recipe, recipe.combine_fwd), math.dtype)
-    return y_TH, rows
-
-
-@recorded
-def _forward_whole(transport: Transport, num_local_experts: int, math: ExpertMath, backward: bool,
-                   x_TH: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor, up: Projection,
-                   down: Projection) -> tuple[torch.Tensor, Rows, Any]:
-    """`_forward`, and its plan."""
-    plan = transport.plan(expert_TK, num_local_experts)
-    return *_forward(transport, plan, math, backward, x_TH, weight_TK, up, down, nullcontext), plan
+    return y_TH, rows, plan
 
 
 def _backward(transport: Transport, math: ExpertMath, needed: frozenset[str], g_TH: torch.Tensor, plan: Any,
@@ -263,7 +259,7 @@ def _backward(transport: Transport, math: ExpertMath, needed: frozenset[str], g_
     return dx_TH, dweight_TK, dpre.gradients
 
 
-_backward_whole = recorded(_backward)
+_forward_whole, _backward_whole = recorded(_forward), recorded(_backward)
 
 
 def _sums(ffn: ExpertFFN, layout: tuple, parameters: Sequence[torch.Tensor], nodes: Sequence[Node],

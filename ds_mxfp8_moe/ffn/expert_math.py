@@ -123,13 +123,13 @@ class ExpertMath:
         """The experts' output rows y_PH, and what is kept of the call. `backward`: whether a backward follows."""
         quantized = self.recipe.quantize_gemm
         x_PH = self.quantized(x_PH)
-        pre_PG = self.multiply(x_PH, up, ends_E)
+        pre_PG = self.gemm(x_PH, up, ends_E)
         if not backward:
             x_PH = None
         keep = backward and quantized and self.recipe.preactivation == "mxfp8"
         h_PF, kept_PG = activate(pre_PG, weight_P, quantized=quantized, keep=keep, **self._activation(up, ends_E))
         pre_PG = kept_PG if keep else pre_PG if backward else None
-        y_PH = self.multiply(h_PF, down, ends_E)
+        y_PH = self.gemm(h_PF, down, ends_E)
         if down.bias_EN is not None:
             y_PH = add_weighted_bias(y_PH, down.bias_EN, weight_P, ends_E)
         return y_PH, Rows(x_PH, pre_PG, h_PF, weight_P)
@@ -212,7 +212,7 @@ class ExpertMath:
 
     def product_backward(self, g_PN: torch.Tensor, x_PK: torch.Tensor | None, projection: Projection,
                          ends_E: torch.Tensor, needed: frozenset[str]) -> tuple:
-        """The backward of `multiply`. `x_PK`: None if no weight needs a gradient.
+        """The backward of `gemm`. `x_PK`: None if no weight needs a gradient.
 
         Returns:
             The gradient [P, K] of the rows; those of the weights by role, without those that went to sums; and those
@@ -271,31 +271,28 @@ class ExpertMath:
 
     # ---- products ---------------------------------------------------------------------------------------------------
 
-    def multiply(self, x_PK: torch.Tensor, projection: Projection, ends_E: torch.Tensor) -> torch.Tensor:
-        """Rows times weights, [P, N], with what an adapter adds."""
-        y_PN = self.gemm(x_PK, projection, ends_E)
-        if projection.adapter is None:
-            return y_PN
-        a_ERK, b_ENR = projection.adapter
-        return add_low_rank(y_PN, low_rank_rows(x_PK, a_ERK, ends_E), b_ENR.transpose(1, 2), ends_E)
-
     def gemm(self, x_PK: torch.Tensor, projection: Projection, ends_E: torch.Tensor,
              transposed: bool = False) -> torch.Tensor:
-        """Rows times weights, without an adapter.
+        """Rows times weights, [P, N], with what an adapter adds.
 
-        Contracts over the weights' last axis, as forward does, or over their second to last one if `transposed`.
+        `transposed`: contracts over the weights' second to last axis instead, and adds nothing.
         """
         weights = projection.weights
         if not self.recipe.quantize_gemm:
-            return grouped_mm_weights(x_PK, weights.stacks, ends_E, transposed)
-        if not isinstance(weights, MXTensor):
-            weights = self.quantize_weights(weights, transposed)
-        elif projection.held and transposed:
-            weights = casts.transpose_tiles(weights)
-        if weights.dtype != self.dtype:
-            # If no kernel multiplies MXFP8, the weights are dequantised to the dtype that they show: the tokens'.
-            weights = MXTensor.of(weights.parts, self.dtype)
-        return grouped_mm(x_PK, weights, ends_E, self.dtype)
+            y_PN = grouped_mm_weights(x_PK, weights.stacks, ends_E, transposed)
+        else:
+            if not isinstance(weights, MXTensor):
+                weights = self.quantize_weights(weights, transposed)
+            elif projection.held and transposed:
+                weights = casts.transpose_tiles(weights)
+            if weights.dtype != self.dtype:
+                # If no kernel multiplies MXFP8, the weights are dequantised to the dtype that they show: the tokens'.
+                weights = MXTensor.of(weights.parts, self.dtype)
+            y_PN = grouped_mm(x_PK, weights, ends_E, self.dtype)
+        if transposed or projection.adapter is None:
+            return y_PN
+        a_ERK, b_ENR = projection.adapter
+        return add_low_rank(y_PN, low_rank_rows(x_PK, a_ERK, ends_E), b_ENR.transpose(1, 2), ends_E)
 
     def wgrad_gemm(self, g: torch.Tensor, a_PK: torch.Tensor, ends_E: torch.Tensor, dtype: torch.dtype, columns: bool,
                    splits: int = 1, sums: Sequence[Sum] = ()) -> torch.Tensor | None:

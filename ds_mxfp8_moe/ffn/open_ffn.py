@@ -17,7 +17,6 @@ gradients there are zeros. Neither reaches another row or a parameter.
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -27,11 +26,9 @@ from ..compute.formula import LowRank
 from ..compute.grouped_gemm import plain
 from ..compute.mx import MXTensor
 from ..compute.recorded import flatten, unflatten
-from ..compute.routing import Routes
 from ..config import Recipe
 from .call import ROLES_OF, Call, flattened, flattened_gradients, roles_needed, unflattened
 from .expert_ffn import ExpertFFN, backward_of_call, wire_of
-from .expert_math import ExpertMath
 
 # Stands for a routing weight of 0 on its way to the experts, where 0 marks padding. The smallest normal float32.
 ZERO = torch.finfo(torch.float32).tiny
@@ -64,31 +61,35 @@ class OpenFFN(ExpertFFN):
 
     formula: OpenFormula
 
-    def _compute(self, x_TH: torch.Tensor, routes: Routes, weights: dict, adapters: dict[str, LowRank],
-                 frozen: dict[str, MXTensor] | None, autocast: bool) -> torch.Tensor:
+    @property
+    def function(self) -> Callable:
+        return self._compute
+
+    def _compute(self, call: Call, grad_enabled: bool, expert_TK: torch.Tensor, x_TH: torch.Tensor,
+                 weight_TK: torch.Tensor, *flat: torch.Tensor) -> torch.Tensor:
         formula, dtype, timed = self.formula, x_TH.dtype, self.timed or nullcontext
-        layout, tensors = flattened(weights)
-        flat = [*chain(*adapters.values()), *tensors]
-        call = Call(self, ExpertMath(formula, self.recipe, dtype), layout, tuple(adapters), frozen)
-        needed = any(one.requires_grad for one in (x_TH, routes.weight_TK, *flat))
-        plan, call, projections = call.plan(routes.expert_TK, x_TH, flat, needed and torch.is_grad_enabled())
-        call, forward = _Planned(call, plan, call.kept(tensors, transposed=True)), dict(
-            zip(ROLES_OF, projections, strict=True))
+        count = 2 * len(call.adapted)
+        factors, weights = flat[:count], unflattened(call.layout, flat[count:])
+        needed = grad_enabled and any(one.requires_grad for one in (x_TH, weight_TK, *flat))
+        plan, call, projections = call.plan(expert_TK, x_TH, flat, needed)
+        planned = _Planned(call, plan, call.kept(flat[count:], transposed=True))
+        projections = dict(zip(ROLES_OF, projections, strict=True))
 
         def multiply(x_PK: torch.Tensor, name: str) -> torch.Tensor:
             layout, tensors = flattened({role: weights.get(role) for role in ROLES_OF[name]})
-            return _GroupedGEMM.apply(call, forward[name], name, layout, x_PK, *adapters.get(name, ()), *tensors)
+            i = 2 * call.adapted.index(name) if name in call.adapted else count
+            return _GroupedGEMM.apply(planned, projections[name], name, layout, x_PK, *factors[i:i + 2], *tensors)
 
         def call_model(function: Callable, x_PN: torch.Tensor) -> torch.Tensor:
-            with torch.autocast(x_PN.device.type, dtype) if autocast else nullcontext():
+            with torch.autocast(x_PN.device.type, dtype) if call.autocast else nullcontext():
                 return function(x_PN.masked_fill(padding_P1, 1)).masked_fill(padding_P1, 0)
 
         with timed("dispatch"):
-            x_PH, weight_P1, padding_P1 = _Dispatch.apply(call, x_TH, routes.weight_TK)
+            x_PH, weight_P1, padding_P1 = _Dispatch.apply(planned, x_TH, weight_TK)
         pre_PG = multiply(x_PH, "up")
         del x_PH
         if (bias_EG := _joined_biases(weights, "up")) is not None:
-            pre_PG = (pre_PG + _BiasRows.apply(call, bias_EG)).to(dtype)
+            pre_PG = (pre_PG + _BiasRows.apply(planned, bias_EG)).to(dtype)
         if formula.in_turn:
             pre_PG = torch.stack(pre_PG.chunk(2, dim=1), dim=2).flatten(1)
         h_PF = call_model(formula.between, pre_PG)
@@ -97,12 +98,12 @@ class OpenFFN(ExpertFFN):
         y_PH = multiply(h_PF * weight_P1 if weight_first else h_PF, "down")
         del h_PF
         if (bias_EH := _joined_biases(weights, "down")) is not None:
-            bias_PH = _BiasRows.apply(call, bias_EH)
+            bias_PH = _BiasRows.apply(planned, bias_EH)
             y_PH = y_PH + bias_PH * weight_P1 if weight_first else (y_PH + bias_PH).to(dtype)
         if not weight_first:
             y_PH = call_model(formula.after, y_PH) * weight_P1
         with timed("combine"):
-            return _Combine.apply(call, y_PH)
+            return _Combine.apply(planned, y_PH)
 
 
 def _joined_biases(weights: dict, name: str) -> torch.Tensor | None:
@@ -191,7 +192,7 @@ class _GroupedGEMM(torch.autograd.Function):
         tree = flatten(x_PK if adapted or any(ctx.needs_input_grad[5:]) else None, kept)
         ctx.ffn, ctx.call = planned.ffn, (planned, name, layout, adapted, tree)
         ctx.save_for_backward(*tensors, *kept)
-        return math.multiply(x_PK, projection, planned.plan.group_ends_E)
+        return math.gemm(x_PK, projection, planned.plan.group_ends_E)
 
     @staticmethod
     @backward_of_call
