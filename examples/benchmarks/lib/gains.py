@@ -68,8 +68,9 @@ def plot(groups: dict[str, list[Gain]], pyplot: Any, absolute: bool = False) -> 
         y += 1.4
     axis.set_yticks(list(ticks), list(ticks.values()))
     axis.tick_params(axis="y", length=0)
-    axis.set(ylim=(y - 0.8, -0.7), xlim=(0, 1.55 * longest), xlabel="tokens per second of a GPU" if absolute else
-             "speed, baseline = 1 (beside the bars: tokens per second of a GPU)")
+    speed = "speed, baseline = 1 (beside the bars: tokens per second of a GPU)"
+    axis.set(ylim=(y - 0.8, -0.7), xlim=(0, 1.55 * (longest or 1)),
+             xlabel="tokens per second of a GPU" if absolute else speed)
     figure.legend(handles=[pyplot.Rectangle((0, 0), 1, 1, linewidth=0, label=label, **style)
                            for part, (style, label) in PARTS.items() if part in used],
                   loc="outside upper center", ncols=2, frameon=False)

@@ -247,7 +247,7 @@ def lines(pyplot, panels: dict[str, dict[str, list]], xlabel: str, ylabel: str,
             if band:
                 axis.fill_between(x, *band, color=of[name], alpha=0.15, linewidth=0)
         values = [point[1] for points in series.values() for point in points]
-        if settings.get("yscale") != "log" and min(values) >= 0:
+        if settings.get("yscale") != "log" and min(values, default=-1) >= 0:
             axis.set_ylim(0, 1.05 * max(values))
         axis.set(title=title, xlabel=xlabel, ylabel=ylabel, **settings | (of_panels or {}).get(title, {}))
         for scale, one in (("xscale", axis.xaxis), ("yscale", axis.yaxis)):
@@ -263,8 +263,8 @@ def spans(pyplot, panels: dict[str, dict[str, list[float]]], xlabel: str, most: 
     its 95 % interval. All panels have the same scale, with zero in the middle. `most`: where it ends, at most."""
     of = colors(name for rows in panels.values() for name in rows)
     tallest = max((len(rows) for rows in panels.values()), default=1)
-    farthest = max(abs(value) for rows in panels.values() for values in rows.values()
-                   for value in (*values, *(end for end in interval(values)[1:3] if end is not None)))
+    farthest = max((abs(value) for rows in panels.values() for values in rows.values()
+                    for value in (*values, *(end for end in interval(values)[1:3] if end is not None))), default=1)
     end = min(1.05 * farthest, most)
     for axis, (title, rows) in zip(_axes(pyplot, len(panels), 0.8 + 0.3 * tallest), panels.items(), strict=True):
         for y, (name, values) in enumerate(rows.items()):
@@ -275,14 +275,14 @@ def spans(pyplot, panels: dict[str, dict[str, list[float]]], xlabel: str, most: 
                 axis.plot([mean.low, mean.high], [y] * 2, color=of[name], linewidth=2)
         axis.set_yticks(range(len(rows)), [f"{name} (n = {len(values)})" for name, values in rows.items()])
         axis.axvline(0, color=GRAY, linewidth=0.8)
-        axis.set(title=title, xlabel=xlabel, xlim=(-end, end), ylim=(len(rows) - 0.5, -0.5))
+        axis.set(title=title, xlabel=xlabel, xlim=(-end, end), ylim=(max(1, len(rows)) - 0.5, -0.5))
 
 
 def dots(pyplot, panels: dict[str, dict[str, dict[str, float]]], xlabel: str, bound: str | None = None) -> None:
     """Panels with a row for each case and a dot in it for each contender: {title: {case: {contender: value}}}. The
     axis begins at zero. `bound`: the contender that none can pass, drawn as a line across its row."""
     of = colors(name for rows in panels.values() for row in rows.values() for name in row if name != bound)
-    tallest = max(len(rows) for rows in panels.values())
+    tallest = max((len(rows) for rows in panels.values()), default=1)
     axes = _axes(pyplot, len(panels), 0.8 + 0.24 * tallest)
     for axis, (title, rows) in zip(axes, panels.items(), strict=True):
         for y, row in enumerate(rows.values()):
@@ -307,7 +307,7 @@ def heat_map(pyplot, table: dict[str, dict[str, float]], label: str, low: float,
     values of the lightest and the darkest color."""
     columns = list(dict.fromkeys(column for row in table.values() for column in row))
     figure, axis = pyplot.subplots(figsize=(WIDTH, 1.6 + 0.28 * len(table)), layout="constrained")
-    values = [[row.get(column, float("nan")) for column in columns] for row in table.values()]
+    values = [[row.get(column, math.nan) for column in columns] for row in table.values()] or [[math.nan]]
     image = axis.imshow(values, cmap="Blues", vmin=low, vmax=high, aspect="auto")
     for y, row in enumerate(values):
         for x, value in enumerate(row):
