@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """examples/guides/architectures.py and its small models."""
 
+import pytest
 import torch
 
 from architectures import decorated_types, judged, losses_agree
 from small_models import experts_of, loss_of, small_model
 
 
+@pytest.mark.slow
 def test_every_type_has_a_small_model_whose_experts_are_trained():
     failures = {}
     for model_type in decorated_types():

@@ -15,8 +15,8 @@ import pytest
 
 from exchange import two_nodes
 from lib import world
+from tests.support.launched_model import MODEL
 from tests.support.rank_pool import free_port
-from tests.unit.test_launchers import MODEL
 
 pytestmark = pytest.mark.slow
 

@@ -19,11 +19,10 @@ from ds_mxfp8_moe.all_to_all import AllToAll
 from ds_mxfp8_moe.transport import nvshmem
 from ds_mxfp8_moe.transport.deadline import GRACE_SECONDS, PeerError
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
-from tests.gpu import test_all_to_all_gpu as peers
-from tests.gpu.test_all_to_all_gpu import BIG_CASES, REPLAYED, SECONDS, none_wrong
-from tests.gpu.test_hierarchical_gpu import NVSHMEM
 from tests.support import all_to_all_cases as cases
+from tests.support import all_to_all_gpu_cases as peers
 from tests.support.all_to_all_cases import CASES, Call, Case
+from tests.support.all_to_all_gpu_cases import BIG_CASES, NVSHMEM, REPLAYED, SECONDS, none_wrong
 from tests.support.rank_pool import set_timeout
 
 DEADLINE = timedelta(seconds=12)

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from tests.ranks.test_ep import KINDS, chain, check_chain
+from tests.support.ep_cases import KINDS, chain, check_chain
 
 
 @pytest.mark.parametrize("block_size", (32, 128))

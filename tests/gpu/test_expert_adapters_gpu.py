@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from ds_mxfp8_moe.compute import recorded
-from tests.ranks.test_expert_adapters import check, run
-from tests.ranks.test_expert_ffn import RECIPES
+from tests.support.expert_adapters_cases import assert_equals_merged_weights, run
+from tests.support.expert_ffn_cases import RECIPES
 
 
 @pytest.mark.parametrize("recipe_name", ["bf16", "hp-32", "hp-128", "mxfp8-128", "all-wires-mxfp8"])
 def test_equals_merged_weights(one_rank, recipe_name):
-    check(recipe_name, torch.bfloat16, "cuda")
+    assert_equals_merged_weights(recipe_name, torch.bfloat16, "cuda")
 
 
 @pytest.mark.parametrize("rank", [8, 16, 64])

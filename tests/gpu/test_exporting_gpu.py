@@ -5,8 +5,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
-from tests.ranks.test_exporting import MULTIPLIED, check_files, saved, saved_with_its_loss
-from tests.ranks.test_pretrained import HELD_OUT, batch
+from tests.support.autoep_models import batch
+from tests.support.exporting_cases import MULTIPLIED, check_files, saved, saved_with_its_loss
+from tests.support.pretrained_models import HELD_OUT
 
 
 @pytest.mark.parametrize("combinations", [((1, 2), (3, 2), (2, 1))])

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from ds_mxfp8_moe.ops.triton_kernels import grouped_gemm_blackwell
-from tests.kernels.test_grouped_gemm_blackwell import FORMATS, SIZES, check_grouped_mm, check_wgrad
+from tests.support.grouped_gemm_blackwell_cases import FORMATS, SIZES, check_grouped_mm, check_wgrad
+from tests.support.slow import WIDE
 
 SKEWED = (2048, 0, 128, 0, 0, 384, 128, 0)
 
@@ -23,7 +24,7 @@ def test_groups(sizes, past):
     check_wgrad("cuda", sizes, past, 288, 416, 32, 32)
 
 
-@pytest.mark.parametrize("nans", [False, True])
+@pytest.mark.parametrize("nans", [pytest.param(False, marks=WIDE), True])
 @pytest.mark.parametrize("N, K, a_block, b_block", [*FORMATS, (2048, 1536, 32, 32), (1536, 2048, 128, "tiles")])
 def test_formats(N, K, a_block, b_block, nans):
     check_grouped_mm("cuda", SKEWED, 128, N, K, a_block, b_block, nans=nans)

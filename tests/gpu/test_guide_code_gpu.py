@@ -4,12 +4,13 @@
 import pytest
 import torch
 
-from tests.ranks import test_guide_code as guides
+from tests.support import guide_code_cases as guides
+from tests.support.registries_cases import needs_exchange
 
 
 @pytest.mark.parametrize("guide", [guides.quick_start, guides.classic, guides.trainer, guides.accelerate, guides.lora,
                                    guides.metrics, guides.serving,
-                                   pytest.param(guides.plain_torch, marks=guides.needs_exchange)],
+                                   pytest.param(guides.plain_torch, marks=needs_exchange)],
                          ids=lambda guide: guide.__name__)
 def test_scripts(pair, tmp_path, guide):
     pair.run(guide, tmp_path)

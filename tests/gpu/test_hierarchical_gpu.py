@@ -27,8 +27,9 @@ from ds_mxfp8_moe.transport.hierarchical import Hierarchical
 from ds_mxfp8_moe.transport.hops import Hops
 from ds_mxfp8_moe.transport.nvshmem import NVSHMEMWire
 from ds_mxfp8_moe.transport.wires import PeerWire
-from tests.ranks.test_hierarchical_layers import FLAT, TWO_HOPS, classic
+from tests.support.all_to_all_gpu_cases import NVSHMEM
 from tests.support.conformance import HARD, MX32, PROBLEMS, Problem, check, without_an_empty_rank
+from tests.support.hierarchical_layers_cases import FLAT, TWO_HOPS, classic
 from tests.support.models import PLAIN, Layout
 from tests.support.rank_pool import set_timeout
 
@@ -52,10 +53,6 @@ def over_peers(node_size: int) -> Hops:
     hops = Hops.of(torch.distributed.new_group(), node_size, "peer_memory", "peer_memory")
     assert all(len(wire.ranks) == 1 or isinstance(wire, PeerWire) for wire in (hops.between, hops.inside))
     return hops
-
-
-NVSHMEM = {"NVSHMEM_REMOTE_TRANSPORT": "none", "NVSHMEM_DISABLE_NVLS": "1", "NVSHMEM_SYMMETRIC_SIZE": "512M",
-           "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo"}
 
 
 @cache

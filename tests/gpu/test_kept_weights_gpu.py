@@ -12,8 +12,8 @@ from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.ffn.kept_weights import KeptWeights
 from ds_mxfp8_moe.transport.local import Local
 from tests.gpu.capture import capture
-from tests.ranks.test_expert_ffn import RECIPES, formula, problem
-from tests.ranks.test_kept_weights import calls, counted, equal, parameters_of
+from tests.support.expert_ffn_cases import RECIPES, formula, problem
+from tests.support.kept_weights_cases import calls, counted, equal, parameters_of
 
 
 def weights_there(name):

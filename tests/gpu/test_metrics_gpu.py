@@ -6,8 +6,8 @@ import time
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from tests.ranks.test_metrics import monitor, written
 from tests.support.autoep_models import autoep_layers, engine
+from tests.support.metrics_cases import monitor, written
 
 EVERY, STEPS = 6, 8
 CONFIG = {"bf16": {"enabled": True}, "optimizer": {"type": "SGD", "params": {"lr": 0.2}}}

@@ -32,8 +32,6 @@ from ds_mxfp8_moe.transport.deadline import GRACE_SECONDS, PeerError
 from ds_mxfp8_moe.transport.nvlink import NVLink
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
 from tests.gpu.capture import capture
-from tests.ranks.test_expert_ffn import RECIPES, formula, make_routes
-from tests.ranks.test_expert_ffn import problem as ffn_problem
 from tests.support import nvlink_cases as cases
 from tests.support.conformance import (
     MX32,
@@ -48,6 +46,8 @@ from tests.support.conformance import (
     same,
     until,
 )
+from tests.support.expert_ffn_cases import RECIPES, formula, make_routes
+from tests.support.expert_ffn_cases import problem as ffn_problem
 from tests.support.nvlink_cases import NAME, layer
 from tests.support.rank_pool import set_timeout
 

@@ -8,6 +8,7 @@ import torch
 from ds_mxfp8_moe.ops.triton_kernels import local, permute
 from ds_mxfp8_moe.transport.local import Local
 from tests.support.permute_cases import MX32, PLAIN, PROBLEMS, WIRES, Problem, bits, check_exchange
+from tests.support.slow import slow_except
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -17,8 +18,13 @@ def test_same_bits_as_the_plain_path(name):
     check_exchange("cuda", PROBLEMS[name])
 
 
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("hidden, ranks", [(2880, 4), (7168, 8), (768, 12), (5120, 40)])
+SIZES = {2880: 4, 7168: 8, 768: 12, 5120: 40}  # hidden size and number of ranks
+
+
+# Each wire and each size once.
+@pytest.mark.parametrize("wire, hidden, ranks", slow_except(
+    [(wire, *sizes) for wire in WIRES for sizes in SIZES.items()],
+    *((wire, *sizes) for wire, sizes in zip(WIRES, SIZES.items(), strict=True))))
 def test_real_sizes(wire, hidden, ranks):
     check_exchange("cuda", Problem((300, ) * (ranks - 1) + (511, ), top_k=8, local_experts=8, hidden=hidden,
                                    wire=WIRES[wire], not_finite=True, routing="dropped"))

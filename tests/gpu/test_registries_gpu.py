@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from tests.ranks.test_registries import (
+from tests.support.registries_cases import (
     APART,
     DATA_PARALLEL,
     check_a_rank_without_tokens,

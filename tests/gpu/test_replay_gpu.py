@@ -7,7 +7,7 @@ import pytest
 import ds_mxfp8_moe
 from ds_mxfp8_moe import record_routes, replay_routes
 from small_models import small_model
-from tests.ranks import test_replay, test_replay_recompute
+from tests.support import replay_cases, replay_recompute_cases
 from tests.support.autoep_models import batch, ds_config
 
 MXFP8 = {"enabled": True, "min_tokens_per_expert": 0}
@@ -19,12 +19,12 @@ def at_once(model_type: str) -> list[list[str]]:
     engine = ds_mxfp8_moe.initialize(model=model, config=ds_config(MXFP8, 0, dist.get_world_size(),
                                                                    bf16={"enabled": True}))[0]
     ids = batch(0).to(engine.device)
-    plain = test_replay.outcome(engine.module, ids)
+    plain = replay_cases.outcome(engine.module, ids)
     with record_routes(engine) as routes:
-        recorded = test_replay.outcome(engine.module, ids)
+        recorded = replay_cases.outcome(engine.module, ids)
     with replay_routes(engine, routes):
-        replayed = test_replay.outcome(engine.module, ids)
-    return [test_replay.different(plain, one) for one in (recorded, replayed)]
+        replayed = replay_cases.outcome(engine.module, ids)
+    return [replay_cases.different(plain, one) for one in (recorded, replayed)]
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "lfm2_moe", "deepseek_v3", "gpt_oss"])
@@ -34,7 +34,7 @@ def test_the_same_bits_at_once(gpu_ranks, model_type):
 
 
 def recomputed(family: str) -> list[str]:
-    return test_replay_recompute.recomputed(family, dist.get_world_size())
+    return replay_recompute_cases.recomputed(family, dist.get_world_size())
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])

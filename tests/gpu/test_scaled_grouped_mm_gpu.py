@@ -9,8 +9,15 @@ from ds_mxfp8_moe.compute.mx import quantize, sqnr_db
 from ds_mxfp8_moe.ep import permute_mxfp8_fwd_hp_bwd, unpermute_hp_fwd_mxfp8_bwd
 from ds_mxfp8_moe.scaled_grouped_mm import _to_mxfp8_then_scaled_grouped_mm
 from tests.support.reference_moe import tiled_rows
-from tests.unit import test_scaled_grouped_mm
-from tests.unit.test_scaled_grouped_mm import CASES, ENDS, compiled_and_eager, loop, operands, run
+from tests.support.scaled_grouped_mm_cases import (
+    CASES,
+    ENDS,
+    check_that_rows_past_the_last_group_touch_nothing,
+    compiled_and_eager,
+    loop,
+    operands,
+    run,
+)
 
 
 def in_tiles(x, mode):
@@ -59,7 +66,7 @@ def test_other_dtypes(dtype, hp):
 
 
 def test_rows_past_the_last_group_touch_nothing():
-    test_scaled_grouped_mm.test_rows_past_the_last_group_touch_nothing("cuda")
+    check_that_rows_past_the_last_group_touch_nothing("cuda")
 
 
 @pytest.mark.parametrize("hp", (True, False))

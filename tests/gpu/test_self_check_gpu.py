@@ -13,7 +13,7 @@ from ds_mxfp8_moe.engine import self_check
 from ds_mxfp8_moe.engine.self_check import Kind, Verdict, small
 from ds_mxfp8_moe.ops.triton_kernels import grouped_gemm_hopper, quantize
 from ds_mxfp8_moe.ops.triton_kernels.launch import Launched
-from tests.unit.test_self_check import CASES, CLASSIC, FORMULAS, SPREAD
+from tests.support.self_check_cases import CASES, CLASSIC, FORMULAS, SPREAD
 
 GPU = torch.device("cuda")
 

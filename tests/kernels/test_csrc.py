@@ -19,12 +19,19 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not NVLinkBuilder(capabilitie
                                                    reason=str(NVLinkBuilder(capabilities=BOTH)._obstacle()))]
 
 
+# pybind11's templates, with which no kernel has to do, compile much longer with optimizations.
+BINDINGS_ARGS = ["-O0", "-std=c++20"]
+
+
 class TalkativeBuilder(NVLinkBuilder):
     """Also makes ptxas say what every kernel uses, and keeps the PTX in `folder`."""
 
     def __init__(self, folder):
         super().__init__(capabilities=BOTH)
         self.folder = folder
+
+    def cxx_args(self):
+        return BINDINGS_ARGS
 
     def nvcc_args(self):
         return [*super().nvcc_args(), "-Xptxas=-v", "--keep", f"--keep-dir={self.folder}"]
@@ -98,6 +105,7 @@ def test_the_kernels_over_nvshmem_compile_link_and_import_without_a_gpu(tmp_path
     monkeypatch.setattr(builder, "_run", record)
     monkeypatch.setattr(NVSHMEMBuilder, "compute_capability_args",
                         lambda self: [*NVLinkBuilder.compute_capability_args(self), "-Xptxas=-v"])
+    monkeypatch.setattr(NVSHMEMBuilder, "cxx_args", lambda self: BINDINGS_ARGS)
     module = NVSHMEMBuilder(capabilities=(HOPPER, )).jit_load()  # the same kernels as above, over other puts
     assert not module.started() and module.ShmemExchange(rows=module.RowExchange(chunks=3), pe=[0] * module.MAX_RANKS)
     assert module.LowLatencyDispatch(common=module.LowLatency(outbox_at=1 << 40))

@@ -11,8 +11,8 @@ import ds_mxfp8_moe
 from ds_mxfp8_moe.config import ConfigError
 from ds_mxfp8_moe.layers.adapters import whole_low_rank
 from ds_mxfp8_moe.layers.experts import expert_blocks
-from tests.ranks.test_next_releases import without
 from tests.support.autoep_models import VOCABULARY, batch, ds_config, train_engine
+from tests.support.missing_names import without
 from tests.support.slow import slow_except
 
 BF16 = {"enabled": True, "recipe": "bf16"}  # which is fp32 where the model is

@@ -12,10 +12,10 @@ import torch.distributed
 from ds_mxfp8_moe.all_to_all import AllToAll
 from ds_mxfp8_moe.transport.nvlink import NVLink
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
-from tests.ranks.test_nvlink_faults import Refusing
 from tests.support import all_to_all_cases as cases
 from tests.support import emulator
 from tests.support.all_to_all_cases import CASES, Call, Case
+from tests.support.refusing_memory import Refusing
 from tests.support.slow import slow_except
 
 CPU = torch.device("cpu")

@@ -14,10 +14,10 @@ import torch.distributed
 from ds_mxfp8_moe.all_to_all import AllToAll
 from ds_mxfp8_moe.transport import nvshmem, peer_memory
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
-from tests.ranks.test_nvshmem import FAILURES, Library, machine
 from tests.support import all_to_all_cases as cases
 from tests.support import emulator
 from tests.support.all_to_all_cases import CASES, Call, Case
+from tests.support.emulated_nvshmem import FAILURES, Library, machine
 from tests.support.rank_pool import KEPT_GROUPS
 from tests.support.slow import slow_except
 

@@ -11,6 +11,7 @@ import ds_mxfp8_moe
 from ds_mxfp8_moe.engine import balance
 from ds_mxfp8_moe.layers.padding import PaddingMask
 from tests.support.autoep_models import autoep_layers, batch, engine, train_engine, watch_choices
+from tests.support.slow import WIDE
 
 COEFF = 0.01
 SECTION = {"enabled": True, "load_balance_coeff": COEFF}
@@ -79,7 +80,7 @@ def converted_later(first: dict | None) -> tuple[list[list[float]], list[bool]]:
     return found, [torch.equal(*pair) for pair in zip(before, biases(net.module), strict=True)]
 
 
-@pytest.mark.parametrize("first", [{"enabled": True}, {"enabled": True, **ONLY_LAYER_1}])
+@pytest.mark.parametrize("first", [pytest.param({"enabled": True}, marks=WIDE), {"enabled": True, **ONLY_LAYER_1}])
 def test_biases_of_layers_that_are_converted_later_move(ranks2, first):
     for (all_layers, (layer_0, layer_1), again), resting in ranks2.run(converted_later, first):
         assert max(*all_layers, layer_1, *again) < 1e-6 and layer_0 > COEFF / 2

@@ -15,8 +15,8 @@ import ds_mxfp8_moe
 from ds_mxfp8_moe import record_routes, replay_routes
 from ds_mxfp8_moe.engine import balance
 from small_models import small_model
-from tests.ranks.test_replay import BF16, other_routes
 from tests.support.autoep_models import autoep_layers, batch, ds_config, router_of, train_engine
+from tests.support.replay_cases import BF16, other_routes
 
 
 def start(model_type: str, section: dict, *args, **changes):

@@ -30,6 +30,7 @@ from tests.support.models import (
     PLAIN,
     Layout,
     Net,
+    assert_same_bits,
     batch,
     make_engine,
     owners,
@@ -37,7 +38,7 @@ from tests.support.models import (
     train_steps,
 )
 from tests.support.rank_pool import reset_deepspeed_groups
-from tests.support.slow import slow_except
+from tests.support.slow import WIDE, slow_except
 
 SECTIONS = {"plain": PLAIN, "off": OFF, "bf16": BF16, "default": DEFAULT}
 EVERY_WAY = "zero0", "half-zero2-bf16"
@@ -107,21 +108,21 @@ def moved(run):
     return {name: (end.float() - run["start"][name].float()).flatten() for name, end in run["end"].items()}
 
 
-def check(results, layout):
+def assert_trains_like_deepspeed(results, layout):
     strict = layout.dtype == "fp32"
     for runs in results:
         plain = runs["plain"]
         assert all(torch.isfinite(p).all() for run in runs.values() for p in run["end"].values())
         if "off" in runs:
             assert runs["off"]["steps"] == plain["steps"]
-            assert_equal(runs["off"]["end"], plain["end"])
+            assert_same_bits(runs["off"]["end"], plain["end"])
         wanted = moved(plain)
         if strict:
             still = {name for name, v in wanted.items() if not v.any()}
             assert still == {name for name in wanted if layout.frozen and re.fullmatch(layout.frozen, name)}
         for name in runs.keys() & {"bf16", "default"}:
             run = runs[name]
-            assert_equal(run["start"], plain["start"])
+            assert_same_bits(run["start"], plain["start"])
             exact = strict and name == "bf16"
             # Float32 sums in another order; bf16 and MXFP8 noise, tokens that change their expert included.
             loss_tolerance, norm_tolerance = (1e-6, 1e-5) if exact else (1e-2, 2e-2)
@@ -151,27 +152,22 @@ def check(results, layout):
                         f"{name}: {parameter} differs between ranks {rank} and {other}, which share it")
 
 
-def assert_equal(got: dict, expected: dict):
-    assert got.keys() == expected.keys()
-    different = [name for name in got if not torch.equal(got[name], expected[name])]
-    assert not different
-
-
-def check_layout(ranks, name, layout):
+def assert_layout_trains_like_deepspeed(ranks, name, layout):
     ours = "bf16" if layout.dtype == "fp32" else "default"
-    check(ranks.run(train_each_way, layout, list(SECTIONS) if name in EVERY_WAY else ["plain", ours]), layout)
+    ways = list(SECTIONS) if name in EVERY_WAY else ["plain", ours]
+    assert_trains_like_deepspeed(ranks.run(train_each_way, layout, ways), layout)
 
 
 @pytest.mark.parametrize("name", slow_except(
     TWO_RANKS, "zero0", "zero1-bf16-fp32-accumulation", "no-expert-parallelism", "accumulation-zero2",
-    "client-optimizer-zero2-bf16", "offload-zero2-bf16", "residual", "tensor-parallel", "frozen-experts"))
+    "offload-zero2-bf16", "residual", "tensor-parallel", "frozen-experts"))
 def test_layout_of_two_ranks(ranks2, name):
-    check_layout(ranks2, name, TWO_RANKS[name])
+    assert_layout_trains_like_deepspeed(ranks2, name, TWO_RANKS[name])
 
 
 @pytest.mark.parametrize("name", slow_except(FOUR_RANKS, "half-zero1", "pipeline", "tensor-parallel-across"))
 def test_layout_of_four_ranks(ranks4, name):
-    check_layout(ranks4, name, FOUR_RANKS[name])
+    assert_layout_trains_like_deepspeed(ranks4, name, FOUR_RANKS[name])
 
 
 def overflow_then_train(layout, section):
@@ -191,13 +187,13 @@ def overflow_then_train(layout, section):
             "owners": owners(engine)}
 
 
-@pytest.mark.parametrize("zero", slow_except([0, 1, 2], 0, 2))
+@pytest.mark.parametrize("zero", slow_except([0, 1, 2], 2))
 def test_an_fp16_overflow_on_one_rank_is_skipped_on_every_rank(ranks2, zero):
     layout = Layout(zero=zero, dtype="fp16", config={"fp16": {"initial_scale_power": 4, "hysteresis": 1}})
     results = ranks2.run(overflow_then_train, layout, DEFAULT)
     for run in results:
         assert run["skipped"] == 1
-        assert_equal(run["states"][0], run["start"])
+        assert_same_bits(run["states"][0], run["start"])
         assert all(torch.isfinite(p).all() for p in run["states"][-1].values()) and math.isfinite(run["loss"])
         assert not all(torch.equal(p, run["start"][n]) for n, p in run["states"][-1].items())
         for parameter, ranks in run["owners"].items():
@@ -220,7 +216,7 @@ def train_on_uneven_batches(layout, section):
 
 
 @pytest.mark.parametrize("layout, section", [
-    (Layout(ep_size=4), DEFAULT), (Layout(zero=1, moe={"drop_tokens": False}), BF16),
+    pytest.param(Layout(ep_size=4), DEFAULT, marks=WIDE), (Layout(zero=1, moe={"drop_tokens": False}), BF16),
     (Layout(zero=2, dtype="bf16", moe={"use_residual": True}), DEFAULT)],
     ids=["zero0", "zero1-dropless", "zero2-bf16-residual"])
 def test_uneven_batches_and_ranks_without_tokens(ranks4, layout, section):
@@ -265,7 +261,7 @@ def test_expert_tensor_parallelism_falls_back_with_its_reason(ranks4, which):
     for got, expected in zip(ours, plain, strict=True):
         assert got["plain path"]
         assert got["steps"] == expected["steps"]
-        assert_equal(got["end"], expected["end"])
+        assert_same_bits(got["end"], expected["end"])
     assert ours[0]["printed"].count("not converted: its experts are tensor-parallel") == 1
 
 
@@ -290,11 +286,12 @@ def train_compiled(compiled, section):
     return {"steps": steps, "end": parameters(engine)}
 
 
+@pytest.mark.slow
 def test_a_compiled_engine_computes_the_same(ranks2):
     eager = ranks2.run(train_compiled, False, DEFAULT)
     compiled = ranks2.run(train_compiled, True, DEFAULT)
     for got, expected in zip(compiled, eager, strict=True):
-        assert_equal(got["end"], expected["end"])
+        assert_same_bits(got["end"], expected["end"])
         assert got["steps"] == expected["steps"]
 
 

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
 from contextlib import redirect_stdout
 from datetime import timedelta
 from unittest import mock
@@ -19,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.config import MXFP8MoEConfig
-from ds_mxfp8_moe.transport import Wire, deadline
+from ds_mxfp8_moe.transport import deadline
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.deadline import (
     PeerError,
@@ -29,29 +28,11 @@ from ds_mxfp8_moe.transport.deadline import (
     set_deadline,
     wait_for_device,
 )
+from tests.support.deadline_cases import CONFUSIONS, MX, PLAIN, confused
 from tests.support.rank_pool import RankFailure, set_timeout
 from tests.support.slow import slow_except
 
-PLAIN, MX = Wire(False), Wire(True)
-
 # Ranks in different calls: every rank raises, and the group can go on.
-
-CONFUSIONS = ("order", "choices", "rows")
-
-
-def confused(how: str, exchange_of: Callable = lambda name: Collective(dist.get_world_group(), name),
-             local_experts: int = 3) -> tuple:
-    """Rank 1 goes wrong `how`; then all ranks make the same calls again. What each of them raises."""
-    odd, expert_TK, x_TH = dist.get_rank() == 1, torch.arange(6).view(6, 1), torch.ones(6, 32)
-    exchange = exchange_of("other" if odd and how == "order" else "moe")
-    with pytest.raises(PeerError) as caught:
-        exchange.plan(expert_TK.expand(6, 3) if odd and how == "choices" else expert_TK, local_experts,
-                      rows=f"tokens of 64 {torch.float16 if odd and how == 'rows' else torch.bfloat16}")
-    exchange = exchange_of("moe")
-    plan = exchange.plan(expert_TK, local_experts)
-    x_PH, _ = exchange.dispatch(plan, x_TH, PLAIN)
-    exchange.combine(plan, x_PH, PLAIN, torch.float32)
-    return caught.value.missing, str(caught.value)
 
 
 @pytest.mark.parametrize("how", CONFUSIONS)

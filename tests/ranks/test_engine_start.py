@@ -24,8 +24,8 @@ from ds_mxfp8_moe.engine.attach import hint_at_speed
 from ds_mxfp8_moe.engine.self_check import Verdict
 from ds_mxfp8_moe.engine.start import NO_ENGINE
 from ds_mxfp8_moe.transport.releases import own_code
-from tests.ranks.test_engine import MXFP8, OTHER, enabled, initializer, made_by
 from tests.support.autoep_models import ds_config, model
+from tests.support.engine_cases import MXFP8, OTHER, enabled, initializer, made_by
 from tests.support.models import SwiGLU
 
 

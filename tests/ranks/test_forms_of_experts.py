@@ -42,7 +42,7 @@ def saved(directory, model_type, stage):
     return ""
 
 
-def check(state: dict, expected: dict, quantised: bool) -> None:
+def assert_holds(state: dict, expected: dict, quantised: bool) -> None:
     assert state.keys() == expected.keys()
     for name, tensor in state.items():
         wanted = expected[name].bfloat16()
@@ -72,7 +72,7 @@ def test_transformers_reads_what_was_there(ranks2, tmp_path, model_type, stage):
     for weights in ("model", "fp8")[:1 if reason else 2]:
         net, info = kind.from_pretrained(tmp_path / weights, dtype=torch.bfloat16, output_loading_info=True)
         assert not any(info.values())
-        check(net.state_dict(), expected, weights == "fp8")
+        assert_holds(net.state_dict(), expected, weights == "fp8")
 
 
 def held(directory, model_type, ours, on_gpu):
@@ -92,7 +92,7 @@ def test_their_experts_are_held_in_mxfp8(ranks2, tmp_path, model_type):
     net = model_of(model_type)
     expected = net.state_dict()
     net.save_pretrained(tmp_path)
-    check(ranks2.run(held, tmp_path, model_type, True, False)[0], expected, True)
+    assert_holds(ranks2.run(held, tmp_path, model_type, True, False)[0], expected, True)
 
 
 def by_fp8_experts(directory):
@@ -103,4 +103,4 @@ def by_fp8_experts(directory):
 
 def test_transformers_own_fp8_experts(ranks2, tmp_path):
     expected = model_of("deepseek_v4").state_dict()
-    check(ranks2.run(by_fp8_experts, tmp_path)[0], expected, True)
+    assert_holds(ranks2.run(by_fp8_experts, tmp_path)[0], expected, True)

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from ds_mxfp8_moe import from_pretrained
 from ds_mxfp8_moe.compute.mx import dequantize
-from tests.ranks.test_from_pretrained import held, operands
 from tests.support.autoep_models import ds_config
+from tests.support.from_pretrained_cases import held, operands
 from tests.support.frozen_checkpoints import change_config, tensors_of, write
 
 KINDS = [("qwen3_moe", "bf16"), ("qwen3_moe", "ue8m0"), ("mixtral", "float"), ("gpt_oss", "bf16"),

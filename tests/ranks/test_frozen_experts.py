@@ -16,22 +16,17 @@ import torch
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.compute import grouped_gemm, mx, recorded
-from ds_mxfp8_moe.compute.formula import LowRank
-from ds_mxfp8_moe.compute.routing import Routes
 from ds_mxfp8_moe.config import ConfigError
-from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.ffn.frozen_weights import FrozenWeights
-from ds_mxfp8_moe.ffn.kept_weights import KeptWeights
 from ds_mxfp8_moe.layers.found import converted_layers
 from ds_mxfp8_moe.layers.frozen_experts import frozen_layers, frozen_of
 from ds_mxfp8_moe.ops.op_builder import replay
 from ds_mxfp8_moe.ops.triton_kernels import recording
-from ds_mxfp8_moe.transport.local import Local
-from tests.ranks.test_engine import enabled
-from tests.ranks.test_expert_ffn import FFN, HIDDEN, RECIPES, formula, problem
-from tests.ranks.test_lora import adapted, build
-from tests.ranks.test_pretrained import held_out_loss, loaded
+from tests.support.adapted_models import adapted, build
 from tests.support.autoep_models import autoep_layers, batch, ds_config, engine, model, train_engine
+from tests.support.engine_cases import enabled
+from tests.support.frozen_experts_cases import calls
+from tests.support.pretrained_models import held_out_loss, loaded
 from tests.support.slow import WIDE, slow_except
 
 SECTION = {"enabled": True, "scale_block_size": 128, "min_tokens_per_expert": 0}
@@ -91,30 +86,6 @@ def test_blocks_of_32_read_one_scale_a_tile(ranks2):
 
 
 # ---------------------------------------------------------------- one call
-
-
-def calls(frozen, recipe, routing, tokens=50, name="swiglu", count=3, device="cpu"):
-    """Outputs and gradients of some calls with the same frozen weights: held in MXFP8, or not."""
-    experts, _, _, _ = problem(1, name, dtype=torch.bfloat16)
-    stacks = {role: torch.nn.Parameter(torch.stack([e[role] for e in experts]).to(device), requires_grad=False)
-              for role in experts[0]}
-    held = None
-    if frozen:
-        held = FrozenWeights(len(experts), HIDDEN, FFN, torch.bfloat16, device)
-        for i, expert in enumerate(experts):
-            held.put(i, expert["gate"], expert["down"], expert["up"], "rceil")
-    results = []
-    for seed in range(count):
-        torch.manual_seed(seed)
-        _, (x, ), (g, ), (routes, ) = problem(1, name, dtype=torch.bfloat16, routing=routing, tokens=(tokens, ))
-        x, weight_TK = (x * (seed + 1)).to(device).requires_grad_(), routes[1].to(device).requires_grad_()
-        factors = [torch.randn(shape, dtype=torch.bfloat16).to(device).requires_grad_() for shape in (
-            (8, 8, HIDDEN), (8, 2 * FFN, 8), (8, 8, FFN), (8, HIDDEN, 8))]
-        y = ExpertFFN(formula(name), RECIPES[recipe], Local(), 8, kept=None if frozen else KeptWeights())(
-            x, Routes(expert_TK=routes[0].to(device), weight_TK=weight_TK, num_experts=8), {} if frozen else stacks,
-            adapters={"up": LowRank(*factors[:2]), "down": LowRank(*factors[2:])}, frozen=held)
-        results += [y.detach(), *torch.autograd.grad(y, [x, weight_TK, *factors], g.to(device))]
-    return results
 
 
 @pytest.mark.parametrize("recipe, routing, tokens", [

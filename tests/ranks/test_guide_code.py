@@ -3,7 +3,6 @@
 
 import json
 import os
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -13,54 +12,32 @@ import peft
 import pytest
 import torch
 import transformers
-from deepspeed.accelerator import get_accelerator
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.layers.found import converted_layers
 from ds_mxfp8_moe.layers.frozen_experts import frozen_layers
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
-from tests.ranks.test_engine import enabled
-from tests.ranks.test_registries import needs_exchange, on_cpu
-from tests.ranks.test_trainer import Sentences
 from tests.support import emulator
 from tests.support.autoep_models import batch, ds_config, engine, model
+from tests.support.guide_code_cases import (
+    GUIDES,
+    ROOT,
+    accelerate,
+    all_to_all,
+    blocks,
+    building_blocks,
+    classic,
+    lora,
+    metrics,
+    plain_torch,
+    quick_start,
+    run,
+    serving,
+    trainer,
+    write_config,
+)
+from tests.support.registries_cases import needs_exchange, on_cpu
 from tests.support.slow import slow_except
-
-ROOT = Path(__file__).parents[2]
-GUIDES = ROOT / "examples/guides"
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
-
-
-def config_of(page: Path) -> str | None:
-    """The page's whole config, which begins with a line of its own."""
-    return next((block for block in blocks(page, "json") if block.startswith("{\n")), None)
-
-
-def write_config(directory: Path, text: str | None) -> None:
-    """Once for all ranks: another one would read a file that is being written."""
-    if text is not None and dist.get_rank() == 0:
-        (directory / "ds_config.json").write_text(text)
-    dist.barrier()
-
-
-@enabled(times=0)  # the blocks call `enable` themselves
-def run(page: Path, directory: Path, which: slice | list[int] = slice(None), **given) -> dict:
-    """Runs all Python of a page in `directory`, or `which` of its blocks, one after the other. Returns its names."""
-    names = {"model": model(), "dataset": Sentences(16)} | given
-    before = os.getcwd()
-    write_config(directory, config_of(page))
-    os.chdir(directory)
-    try:
-        found = blocks(page, "python")
-        for block in found[which] if isinstance(which, slice) else [found[i] for i in which]:
-            block = block.replace("range(101)", "range(21)")  # of the quick start's steps: 50 s less
-            exec(compile(block, str(page), "exec"), names)
-    finally:
-        os.chdir(before)
-    return names
 
 
 def loads(directory: Path) -> bool:
@@ -79,22 +56,11 @@ def test_the_lines_of_the_readme(ranks2, tmp_path):
     assert ranks2.run(readme, tmp_path) == [2, 2]
 
 
-def quick_start(directory: Path) -> tuple[int, float]:
-    names = run(GUIDES / "quick_start.md", directory)
-    return len(converted_layers(names["engine"].module)), names["loss"].item()
-
-
 @pytest.mark.slow
 def test_the_quick_start(ranks2, tmp_path):
     for converted, loss in ranks2.run(quick_start, tmp_path):
         assert converted == 2 and loss < 4.2
     assert loads(tmp_path / "trained")
-
-
-def classic(directory: Path) -> tuple[list[str], float]:
-    names = run(GUIDES / "classic.md", directory)
-    converted = [layer.mxfp8_settings.name for layer in converted_layers(names["engine"].module)]
-    return converted, names["train"](names["engine"]).item()
 
 
 @pytest.mark.slow
@@ -103,27 +69,14 @@ def test_classic(ranks2, tmp_path):
         assert converted == ["moe"] and loss < 4
 
 
-def trainer(directory: Path) -> int:
-    return len(converted_layers(run(GUIDES / "trainer.md", directory)["trainer"].model_wrapped.module))
-
-
 def test_trainer(ranks2, tmp_path):
     assert ranks2.run(trainer, tmp_path) == [2, 2]
     assert loads(tmp_path / "run/final") and loads(tmp_path / "run/checkpoint-3")
 
 
-def accelerate(directory: Path) -> tuple[int, int]:
-    names = run(GUIDES / "accelerate.md", directory)
-    return len(converted_layers(names["model"].module)), names["accelerator"].num_processes
-
-
 def test_accelerate(ranks2, tmp_path):
     assert ranks2.run(accelerate, tmp_path) == [(2, 2)] * 2
     assert loads(tmp_path / "run/final")
-
-
-def lora(directory: Path) -> int:
-    return len(converted_layers(run(GUIDES / "peft.md", directory, [0])["engine"].module))
 
 
 def test_peft(ranks2, tmp_path, monkeypatch):
@@ -200,25 +153,9 @@ def test_saving_and_loading(ranks2, tmp_path):
     assert loads(tmp_path / "run/final") and loads(tmp_path / "run/from_checkpoint")
 
 
-def serving(directory: Path) -> tuple[str, torch.dtype]:
-    """The last of the exported tensors."""
-    sizes = {"hidden_size": 128, "moe_intermediate_size": 128}
-    names = run(GUIDES / "serving.md", directory, model=model(**sizes))
-    return names["name"], names["tensor"].dtype
-
-
 def test_serving(ranks2, tmp_path):
     assert ranks2.run(serving, tmp_path) == [("lm_head.weight", torch.bfloat16)] * 2
     assert loads(tmp_path / "run/fp8")
-
-
-def metrics(directory: Path) -> None:
-    write_config(directory, config_of(GUIDES / "metrics.md"))
-    before = os.getcwd()
-    os.chdir(directory)
-    engine, *_ = ds_mxfp8_moe.initialize(model=model(), config="ds_config.json")
-    os.chdir(before)
-    run(GUIDES / "metrics.md", directory, engine=engine)
 
 
 def test_metrics(ranks2, tmp_path):
@@ -226,28 +163,8 @@ def test_metrics(ranks2, tmp_path):
     assert len(list((tmp_path / "runs/moe").glob("Train_MoE_*_load_most.csv"))) == 2
 
 
-def building_blocks(directory: Path) -> float:
-    """SQNR in dB of the page's result beside the same experts in bf16."""
-    names = run(GUIDES / "building_blocks.md", directory)
-    x_RD, whole = names["x_RD"].detach(), names["whole"]
-    parts = [(torch.nn.functional.silu(x @ w1.t()) * (x @ w3.t())) @ w2.t() for x, w1, w2, w3 in zip(
-        x_RD.split(names["rows_E"].tolist()), whole.w1, whole.w2, whole.w3, strict=True)]
-    expected = torch.cat(parts).float()
-    noise = expected - names["y_RD"].float()
-    return (10 * torch.log10(expected.square().sum() / noise.square().sum())).item()
-
-
 def test_building_blocks(ranks2, tmp_path):
     assert min(ranks2.run(building_blocks, tmp_path)) > 22
-
-
-def plain_torch(directory: Path) -> float:
-    """The last loss."""
-    net, device = model(), get_accelerator().current_device_name()
-    if dist.get_rank() == 0:
-        net.save_pretrained(directory)
-    return run(GUIDES / "plain_torch.md", directory, model=net.to(device), folder=directory,
-               batches=[batch(step).to(device) for step in range(3)])["loss"].item()
 
 
 @needs_exchange
@@ -260,13 +177,6 @@ def emulated_all_to_all(directory: Path) -> float:
     memory = PeerMemory(dist.get_world_group(), emulator.load(dist.get_rank()), 1, emulator.Shared)
     with mock.patch("ds_mxfp8_moe.all_to_all.choose", lambda *_: SimpleNamespace(memory=memory)):
         return all_to_all(directory)
-
-
-def all_to_all(directory: Path) -> float:
-    """By how much a value is off, at most."""
-    names = run(GUIDES / "all_to_all.md", directory)
-    expected = 2 * names["x"].float() * names["weights"].sum(1, keepdim=True)
-    return float((names["out"].float() - expected).abs().max())
 
 
 @pytest.mark.skipif(emulator.obstacle() is not None, reason=f"the emulator needs nvcc: {emulator.obstacle()}")

@@ -11,9 +11,7 @@ import torch
 
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
 from ds_mxfp8_moe.transport.hops import Hops
-from tests.ranks import test_expert_ffn
-from tests.ranks.test_expert_ffn import RECIPES, compare, formula
-from tests.ranks.test_transport import steps
+from tests.support import expert_ffn_cases
 from tests.support.conformance import (
     HARD,
     MX32,
@@ -25,6 +23,8 @@ from tests.support.conformance import (
     check_in_flight,
     without_an_empty_rank,
 )
+from tests.support.expert_ffn_cases import RECIPES, compare, formula
+from tests.support.recorded_collectives import steps
 from tests.support.reference_moe import reference
 from tests.support.slow import slow_except
 
@@ -125,12 +125,12 @@ def test_bytes_between_nodes_of_six_ranks(ranks6, node_size):
 
 
 def run_ffn(recipe, node_size: int, name: str, **kwargs) -> dict:
-    plain = test_expert_ffn.transport
-    test_expert_ffn.transport = lambda world: two_hops(node_size)
+    plain = expert_ffn_cases.transport
+    expert_ffn_cases.transport = lambda world: two_hops(node_size)
     try:
-        return test_expert_ffn.run_layer(recipe, name, **kwargs)
+        return expert_ffn_cases.run_layer(recipe, name, **kwargs)
     finally:
-        test_expert_ffn.transport = plain
+        expert_ffn_cases.transport = plain
 
 
 def check_ffn(pool, recipe_name: str, node_size: int, name: str = "swiglu", least: float = 45, device: str = "cpu",
@@ -138,7 +138,7 @@ def check_ffn(pool, recipe_name: str, node_size: int, name: str = "swiglu", leas
     """Output and all gradients against the naive layer with the roundings of two hops."""
     recipe, world = RECIPES[recipe_name], pool.world_size
     results = pool.run(run_ffn, recipe, node_size, name, device=device, **kwargs)
-    experts, xs, grads, routes = test_expert_ffn.problem(world, name, **kwargs)
+    experts, xs, grads, routes = expert_ffn_cases.problem(world, name, **kwargs)
     worst = compare(results, reference(formula(name), recipe, experts, xs, routes, grads, world, rescales_rows,
                                        node_size=node_size))
     assert min(worst.values()) >= least, worst

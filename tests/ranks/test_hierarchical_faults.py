@@ -17,8 +17,8 @@ from ds_mxfp8_moe.transport.deadline import PeerError
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
 from ds_mxfp8_moe.transport.hops import Hops
 from ds_mxfp8_moe.transport.wires import HostWire, PeerWire, RowWire
-from tests.ranks.test_deadline import CONFUSIONS, confused
 from tests.support import emulator
+from tests.support.deadline_cases import CONFUSIONS, confused
 from tests.support.peer_wires import peer_hops
 from tests.support.rank_pool import RankFailure, set_timeout
 from tests.support.slow import slow_except

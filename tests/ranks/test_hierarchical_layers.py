@@ -1,50 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers over the transport in two hops, with the keys of the config: four ranks as two nodes of two."""
 
-import io
-from contextlib import redirect_stdout
 
 import deepspeed.comm as dist
 import pytest
 import torch
-from deepspeed.moe.sharded_moe import MOELayer
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.compute.mx import sqnr_db
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
 from ds_mxfp8_moe.transport.hops import Hops
-from tests.ranks.test_autoep import trained
-from tests.ranks.test_replay import outcome
 from tests.support.autoep_models import autoep_layers, batch
 from tests.support.autoep_models import engine as autoep_engine
+from tests.support.autoep_trainings import trained
 from tests.support.conformance import Problem, check
-from tests.support.models import PLAIN, Layout, make_engine, parameters, train_steps
+from tests.support.hierarchical_layers_cases import FLAT, TWO_HOPS, classic, sent
+from tests.support.models import PLAIN, Layout
+from tests.support.replay_cases import outcome
 from tests.support.slow import slow_except
-
-TWO_HOPS = {"enabled": True, "transport": "hierarchical", "node_size": 2}
-FLAT = {"enabled": True, "transport": "collective"}
 
 
 def decibels(expected: dict, got: dict) -> float:
     return min(float(sqnr_db(expected[name], got[name])) for name in expected)
 
 
-def sent(transport) -> int:
-    return transport.hops.between.sent_bytes if isinstance(transport, Hierarchical) else 0
-
-
 # ---------------------------------------------------------------- classic layers
-
-
-def classic(section: dict | None, layout: Layout) -> tuple:
-    """Losses and parameters after training, bytes that crossed, and the lines about transports."""
-    with redirect_stdout(io.StringIO()) as out:
-        engine = make_engine(layout, section)
-    losses = [record["loss"] for record in train_steps(engine, layout)]
-    inner = [module for module in engine.module.modules() if isinstance(module, MOELayer)]
-    crossed = [sent(layer.mxfp8_settings.choose_transport(layer.ep_group)) for layer in inner if section]
-    said = [line for line in out.getvalue().splitlines() if "transport" in line]
-    return losses, parameters(engine), crossed, said
 
 
 def classic_layers(layout: Layout, keys: dict) -> tuple:
@@ -74,6 +54,7 @@ def spread(keys: dict, stage: int) -> tuple:
     return plain[0], hops[0], decibels(plain[1], hops[1]), decibels(flat[1], hops[1]), hops[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage, recipe", slow_except(
     [(0, "mxfp8_wgrad_with_hp"), (2, "bf16"), (3, "bf16")], (3, "bf16")))
 def test_spread_experts_train(ranks4, stage, recipe):

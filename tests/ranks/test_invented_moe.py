@@ -10,6 +10,7 @@ from architectures import BARS, SECTIONS, difference
 from ds_mxfp8_moe.layers.found import converted_layers
 from tests.support.autoep_models import engine_of
 from tests.support.invented_moe import VOCABULARY, InventedConfig, InventedModel
+from tests.support.slow import WIDE
 
 
 def model(dtype: torch.dtype) -> InventedModel:
@@ -52,7 +53,7 @@ def beside_transformers(recipe: str, dtype: torch.dtype, stage: int) -> tuple[fl
 
 @pytest.mark.parametrize("recipe, dtype, stage, bar", [
     ("bf16", torch.float32, 1, 1e-5),  # float32 throughout
-    ("bf16", torch.bfloat16, 0, BARS["bf16"]), ("mxfp8", torch.bfloat16, 3, BARS["mxfp8"])])
+    pytest.param("bf16", torch.bfloat16, 0, BARS["bf16"], marks=WIDE), ("mxfp8", torch.bfloat16, 3, BARS["mxfp8"])])
 def test_it_trains_like_transformers(ranks2, recipe, dtype, stage, bar):
     for apart, layers, own in ranks2.run(beside_transformers, recipe, dtype, stage):
         assert layers == 2 and apart < bar and len(set(own)) == len(own)

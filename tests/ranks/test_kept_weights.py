@@ -4,10 +4,8 @@
 import contextlib
 import io
 import os
-from collections import Counter
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from unittest import mock
 
 import deepspeed.comm as dist
@@ -15,40 +13,26 @@ import pytest
 import torch
 
 import ds_mxfp8_moe
-from ds_mxfp8_moe.compute import casts
 from ds_mxfp8_moe.compute.routing import Routes
 from ds_mxfp8_moe.engine import keeping
 from ds_mxfp8_moe.ffn import kept_weights
 from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.ffn.kept_weights import KeptWeights
 from ds_mxfp8_moe.transport.local import Local
-from tests.ranks.test_checkpoints import OFFLOAD
-from tests.ranks.test_expert_ffn import RECIPES, formula, problem
-from tests.ranks.test_recompute import CheckpointedNet
-from tests.ranks.test_zero import poison
 from tests.support.autoep_models import autoep_layers, train_engine
 from tests.support.autoep_models import batch as token_ids
 from tests.support.autoep_models import engine as autoep_engine
-from tests.support.models import BF16, DEFAULT, OFF, Layout, Net, batch, make_engine, parameters, train_steps
+from tests.support.checkpointed_net import CheckpointedNet
+from tests.support.expert_ffn_cases import RECIPES, formula, problem
+from tests.support.kept_weights_cases import calls, counted, equal, parameters_of
+from tests.support.models import BF16, DEFAULT, OFF, OFFLOAD, Layout, Net, batch, make_engine, parameters, train_steps
 from tests.support.rank_pool import reset_deepspeed_groups
 from tests.support.slow import slow_except
+from tests.support.zero_cases import poison
 
 KEPT, NEVER = ({**DEFAULT, "keep_quantized_weights": value} for value in (True, False))
 TWO = {"gradient_accumulation_steps": 2}
 CASTS = 8  # of a model of two layers in a step: two GEMMs a layer, in forward and in backward
-
-
-@contextlib.contextmanager
-def counted():
-    """Counts the casts of weights, by whether they are transposed."""
-    counts, plain = Counter(), casts.quantize_weights
-
-    def quantize_weights(stacks, block_size, scaling_mode, transposed=False):
-        counts[transposed] += 1
-        return plain(stacks, block_size, scaling_mode, transposed)
-
-    with mock.patch.object(casts, "quantize_weights", quantize_weights):
-        yield counts
 
 
 def trained(layout, section, way="stored", poisoned=False):
@@ -73,7 +57,7 @@ def both(layout, change=None, *args):
     return [trained(layout, {**section, **(change or {})}, *args) for section in (NEVER, KEPT)]
 
 
-def check(results, without, kept, later=None):
+def assert_same_bits_and_casts(results, without, kept, later=None):
     """Equal bits; the number of casts in each step `without` the key and with it. `later`: in all but the first."""
     for (records, end, counts), (kept_records, kept_end, kept_counts) in results:
         assert kept_records == records
@@ -97,25 +81,27 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", slow_except(LAYOUTS, "zero2-bf16", "frozen"))
 def test_micro_batches_cast_each_weight_once(ranks2, name):
     # Frozen experts, here of one of the two layers, are cast once for all steps.
-    check(ranks2.run(both, LAYOUTS[name]), 2 * CASTS, CASTS, CASTS // 2 if name == "frozen" else None)
+    later = CASTS // 2 if name == "frozen" else None
+    assert_same_bits_and_casts(ranks2.run(both, LAYOUTS[name]), 2 * CASTS, CASTS, later)
 
 
 @pytest.mark.parametrize("ep_size, recipe, block", slow_except(
     [(1, "mxfp8_wgrad_with_hp", 128), (2, "mxfp8", 32), (2, "mxfp8", 128)], (2, "mxfp8", 32)))
 def test_every_recipe(ranks2, ep_size, recipe, block):
     layout = Layout(ep_size=ep_size, zero=2, dtype="bf16", config=TWO)
-    check(ranks2.run(both, layout, {"recipe": recipe, "scale_block_size": block}), 2 * CASTS, CASTS)
+    results = ranks2.run(both, layout, {"recipe": recipe, "scale_block_size": block})
+    assert_same_bits_and_casts(results, 2 * CASTS, CASTS)
 
 
 @pytest.mark.parametrize("way", slow_except(
     ["reentrant", "non-reentrant", "non-reentrant-to-the-end", "deepspeed"], "non-reentrant"))
 def test_a_recomputation_uses_the_casts_of_its_forward(ranks2, way):
-    check(ranks2.run(both, Layout(zero=2, dtype="bf16"), None, way), 3 * CASTS // 2, CASTS)
+    assert_same_bits_and_casts(ranks2.run(both, Layout(zero=2, dtype="bf16"), None, way), 3 * CASTS // 2, CASTS)
 
 
 def test_pipelines(ranks4):
     layout = Layout(ep_size=1, stages=2, zero=1, dtype="bf16", config=TWO)
-    check(ranks4.run(both, layout), CASTS, CASTS // 2)  # a rank has one of the two layers
+    assert_same_bits_and_casts(ranks4.run(both, layout), CASTS, CASTS // 2)  # a rank has one of the two layers
 
 
 def decided(layout, free=None, way="stored"):
@@ -145,7 +131,7 @@ def test_without_the_key_the_first_step_decides(ranks2, layout, free, way, first
 def test_a_skipped_step(ranks2):
     layout = Layout(zero=1, steps=3, config=TWO)
     results = ranks2.run(both, layout, None, "stored", True)
-    check(results, 2 * CASTS, CASTS)
+    assert_same_bits_and_casts(results, 2 * CASTS, CASTS)
     assert all([record["skipped"] for record in records] == [0, 1, 1] for (records, *_), _ in results)
 
 
@@ -180,7 +166,7 @@ def test_autoep(ranks2, stage, ep_size, kind):
     changes = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "biases": {"family": "gpt_oss"}}
     results = ranks2.run(autoep_both, stage, ep_size, changes[kind])
     kept = 2 * CASTS if stage == 3 else CASTS
-    check([found for found, _ in results], 2 * CASTS, kept)
+    assert_same_bits_and_casts([found for found, _ in results], 2 * CASTS, kept)
     assert ("has no effect: ZeRO-3" if stage == 3 else "are kept within each step") in results[0][1]
     assert not results[1][1]
 
@@ -352,30 +338,6 @@ def test_one_hook_counts_until_the_first_step_or_the_end(ranks2):
 
 
 # ---- one layer ------------------------------------------------------------------------------------------------------
-
-
-def parameters_of(experts):
-    return {role: [torch.nn.Parameter(e[role]) for e in experts] for role in experts[0]}
-
-
-def calls(weights, kept, recipe="hp-128", name="swiglu", count=3, dtypes=(torch.bfloat16, ), device="cpu"):
-    """Outputs and gradients of some calls in a row, with other tokens each."""
-    results = []
-    for seed in range(count):
-        torch.manual_seed(seed)
-        _, (x, ), (g, ), (routes, ) = problem(1, name, dtype=torch.bfloat16)
-        dtype = dtypes[seed % len(dtypes)]
-        x, g = x.to(device, dtype).requires_grad_(), g.to(device, dtype)
-        routes = Routes(expert_TK=routes[0].to(device), weight_TK=routes[1].to(device), num_experts=len(weights["up"]))
-        ffn = ExpertFFN(formula(name), RECIPES[recipe], Local(), len(weights["up"]), kept=kept)
-        y = ffn(x, routes, weights)
-        flat = list(chain(*weights.values()))
-        results += [y.detach(), *torch.autograd.grad(y, [x, *flat], g)]
-    return results
-
-
-def equal(a, b):
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def test_tokens_of_several_dtypes_share_kept_weights():

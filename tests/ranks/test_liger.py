@@ -17,10 +17,10 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.layers.found import converted_layers
-from tests.ranks.test_lora import with_adapters
-from tests.ranks.test_pretrained import loaded
+from tests.support.adapted_models import with_adapters
 from tests.support.autoep_models import batch, ds_config, model
 from tests.support.autoep_models import train_engine as train
+from tests.support.pretrained_models import loaded
 from tests.support.slow import slow_except
 
 EXPERTS, MODEL, NORM, SHARED = "experts", "model", "norm", "shared experts"
@@ -106,8 +106,8 @@ def trained(family: str, patched: str | None, directory=None):
 
 
 @pytest.mark.parametrize("family, patched", slow_except(
-    [("qwen3_moe", "instance"), ("qwen3_moe", "class"), ("qwen3_moe", "adapters"), ("deepseek_v3", "instance")],
-    ("qwen3_moe", "instance"), ("qwen3_moe", "adapters")))
+    [("qwen3_moe", "instance"), ("qwen3_moe", "class"), ("deepseek_v3", "instance")], ("qwen3_moe", "instance"))
+    + [pytest.param("qwen3_moe", "adapters", marks=pytest.mark.slow)])
 def test_trains_and_saves_as_without_liger(ranks2, tmp_path, family, patched):
     plain = "not adapters" if patched == "adapters" else None
     directory = None if plain else tmp_path / "saved"

@@ -18,9 +18,10 @@ import ds_mxfp8_moe
 from ds_mxfp8_moe.checkpoint import saving
 from ds_mxfp8_moe.config import ConfigError
 from ds_mxfp8_moe.layers.found import converted_layers
-from tests.ranks.test_pretrained import held_out_loss
 from tests.support import models
+from tests.support.adapted_models import LEARNING_RATE, adapted, build
 from tests.support.autoep_models import autoep_layers, batch, ds_config, gathered, model, train_engine
+from tests.support.pretrained_models import held_out_loss
 from tests.support.slow import WIDE, slow_except
 
 BF16 = {"enabled": True, "recipe": "bf16"}
@@ -29,25 +30,6 @@ KEPT = {"enabled": True, "frozen_experts": "keep"}  # which runs without MXFP8, 
 LEFT_OUT = {"enabled": True, "exclude": [".*"]}
 SECTIONS = {"BF16": BF16, "LEFT_OUT": LEFT_OUT}
 WEIGHTS = ("w1", "w2", "w3")
-LEARNING_RATE = 0.5
-
-
-def adapted(family="qwen3_moe", seed=1, rank=4, targets=("gate_up_proj", "down_proj"), prefix="experts.", **changes):
-    """A model with adapters that are not zero at the start."""
-    return with_adapters(model(family, **changes), seed, rank, targets, prefix)
-
-
-def with_adapters(net, seed=1, rank=4, targets=("gate_up_proj", "down_proj"), prefix="experts."):
-    torch.manual_seed(seed)
-    config = peft.LoraConfig(r=rank, lora_alpha=8, target_modules=["q_proj"], init_lora_weights=False,
-                             target_parameters=[f"{prefix}{name}" for name in targets])
-    return peft.get_peft_model(net, config)
-
-
-def build(net, section, stage=0, ep_size=2, rate=LEARNING_RATE, **changes):
-    optimizer = {"type": "SGD", "params": {"lr": rate, "momentum": 0.9}}
-    return ds_mxfp8_moe.initialize(model=net, config=ds_config(section, stage, ep_size, optimizer=optimizer,
-                                                               **changes))[0]
 
 
 def plain_losses(net, steps, ranks, rate=LEARNING_RATE):

@@ -2,11 +2,9 @@
 """`metrics`: in one step of N, figures of each layer reach DeepSpeed's monitor. They are those of all ranks."""
 
 import contextlib
-import csv
 import io
 import time
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
 import deepspeed.comm as dist
@@ -18,8 +16,9 @@ import ds_mxfp8_moe
 from ds_mxfp8_moe.engine import metrics
 from ds_mxfp8_moe.layers import classic as layer
 from ds_mxfp8_moe.layers.found import converted_layers
-from tests.ranks.test_engine import Block
 from tests.support.autoep_models import autoep_layers, engine, train_engine, watch_choices
+from tests.support.engine_cases import Block
+from tests.support.metrics_cases import monitor, written
 from tests.support.models import Layout, batch, make_engine, train_steps
 from tests.support.slow import slow_except
 
@@ -29,18 +28,6 @@ FIGURES = {"load_most", "load_fewest", "load_entropy", "rank_most", "dropped", "
 
 def section(every: int) -> dict:
     return {"enabled": True, "metrics": {"every": every}}
-
-
-def monitor(folder: str) -> dict:
-    return {"csv_monitor": {"enabled": True, "output_path": folder, "job_name": "job"}}
-
-
-def written(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    found = {}
-    for path in sorted((folder / "job").glob("Train_MoE_*.csv")):
-        with path.open() as lines:
-            found[path.stem.removeprefix("Train_MoE_")] = [(int(a), float(b)) for a, b in list(csv.reader(lines))[1:]]
-    return found
 
 
 def train_autoep(folder: str) -> tuple[list, list]:

@@ -15,23 +15,12 @@ from ds_mxfp8_moe.engine import attach as attach_module
 from ds_mxfp8_moe.engine import self_check
 from ds_mxfp8_moe.layers.found import converted_layers
 from ds_mxfp8_moe.ops import private_names
-from ds_mxfp8_moe.ops.private_names import FEATURES, Row
+from ds_mxfp8_moe.ops.private_names import FEATURES
 from tests.support.autoep_models import ds_config, model
 from tests.support.autoep_models import train_engine as train_autoep
+from tests.support.missing_names import without
 from tests.support.models import DEFAULT, Layout, make_engine, train_steps
 from tests.support.rank_pool import reset_deepspeed_groups
-
-
-@contextmanager
-def without(feature):
-    """A release of DeepSpeed that lacks a name of the feature."""
-    names = (*private_names.NAMES, Row(feature, "deepspeed.runtime.engine:DeepSpeedEngine", "gone"))
-    private_names._absent.cache_clear()
-    try:
-        with mock.patch.object(private_names, "NAMES", names):
-            yield
-    finally:
-        private_names._absent.cache_clear()
 
 
 def classic(changes: list, section: dict):
@@ -54,7 +43,7 @@ def classic_without(feature, section):
     return classic([lambda: without(feature)], section)
 
 
-def check(result, feature):
+def assert_trained_and_said(result, feature):
     (*_, losses, said), (*_, others) = result
     assert all(abs(loss) < 1e4 for loss in losses)
     assert said.count(FEATURES[feature]) == 1 if feature != "classic layers" else "Engine.gone" in said
@@ -66,7 +55,7 @@ def check(result, feature):
     ("keep_quantized_weights", {"keep_quantized_weights": True}), ("metrics", {"metrics": {"every": 1}})])
 def test_training_goes_on_without_a_feature(ranks2, feature, section):
     result = ranks2.run(classic_without, feature, section)
-    check(result, feature)
+    assert_trained_and_said(result, feature)
     layers, batched, *_ = result[0]
     assert layers > 0 and batched is (feature != "batch_gradients")
 
@@ -113,7 +102,7 @@ def classic_with_other_source():
 
 def test_gradients_are_deepspeeds_own_where_its_functions_are_not_the_known_ones(ranks2):
     result = ranks2.run(classic_with_other_source)
-    check(result, "batch_gradients")
+    assert_trained_and_said(result, "batch_gradients")
     layers, batched, _, said = result[0]
     assert layers > 0 and not batched and ".DeepSpeedZeroOptimizer" in said and "has another" in said
 

@@ -6,7 +6,6 @@ import io
 import re
 from contextlib import redirect_stdout
 from dataclasses import replace
-from datetime import timedelta
 from functools import cache
 from unittest import mock
 
@@ -15,22 +14,21 @@ import pytest
 import torch
 import torch.distributed
 
-from ds_mxfp8_moe.transport import kernel_reports, peer_memory
+from ds_mxfp8_moe.transport import kernel_reports
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.deadline import PeerError
 from ds_mxfp8_moe.transport.nvlink import NVLink, _chunk
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
-from tests.ranks.test_expert_ffn import RECIPES
 from tests.support import conformance, emulator
 from tests.support import nvlink_cases as cases
 from tests.support.conformance import HARD, MX32, MX128, OF_KERNELS, PLAIN, PROBLEMS, Problem, check, same
+from tests.support.emulated_nvlink import Watched, new_memory, nvlink
+from tests.support.expert_ffn_cases import RECIPES
 from tests.support.nvlink_cases import NAME, layer
-from tests.support.rank_pool import KEPT_GROUPS, set_timeout
+from tests.support.rank_pool import KEPT_GROUPS
 from tests.support.slow import slow_except
 
 FIRST_EPOCH = 0xFFFFFFF0  # wraps within the first cases
-DEADLINE = timedelta(seconds=4)  # kernels wait for nine sixteenths of it
-
 REASON = emulator.obstacle()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"the emulator needs nvcc: {REASON}")
 
@@ -41,51 +39,11 @@ def built():
     emulator.build()
 
 
-class Watched(PeerMemory):
-    """Staging that knows which bytes no exchange may write, to check them."""
-
-    def __init__(self, group, first_epoch: int = 1):
-        with mock.patch.object(peer_memory, "FIRST_BYTES", 1 << 20):  # so that it grows
-            super().__init__(group, emulator.load(dist.get_rank()), first_epoch, emulator.Shared)
-
-    def _allocate(self, half_bytes, where):
-        self.used = 0
-        super()._allocate(half_bytes, where)
-
-    def reserve(self, needed, where):
-        super().reserve(needed, where)
-        self.used = max(self.used, needed)
-
-    def begin_case(self) -> None:
-        dist.barrier(group=self.group)
-        self._staging[self.extension.HALVES_AT:].fill_(emulator.POISON)
-        self.used = 0
-        dist.barrier(group=self.group)
-
-    def end_case(self) -> None:
-        """No rank wrote behind what exchanges of this case reserved in a half."""
-        dist.barrier(group=self.group)
-        for half in self._staging[self.extension.HALVES_AT:].view(2, -1):
-            assert (half[self.used:] == emulator.POISON).all()
-
-
 @cache
 def memory_of_all_cases() -> Watched:
     group = torch.distributed.new_group()
     KEPT_GROUPS.add(group)
     return Watched(group, FIRST_EPOCH)
-
-
-def new_memory() -> Watched:
-    """Staging of a new group with DEADLINE."""
-    group = torch.distributed.new_group()
-    set_timeout(DEADLINE, group)
-    return Watched(group)
-
-
-def nvlink(memory: PeerMemory, **keys) -> NVLink:
-    """Exchanges on one or two multiprocessors, since the machine has few cores."""
-    return NVLink(memory, NAME, **{"sms": 1 + memory.epoch // 4 % 2} | keys)
 
 
 def in_case(check, *args, **keys) -> None:

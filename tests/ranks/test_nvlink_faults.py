@@ -21,11 +21,12 @@ from ds_mxfp8_moe.transport import deadline, kernel_reports, peer_memory
 from ds_mxfp8_moe.transport.deadline import PeerError
 from ds_mxfp8_moe.transport.nvlink import NVLink
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
-from tests.ranks.test_nvlink import DEADLINE, Watched, new_memory, nvlink
 from tests.support import emulator
 from tests.support import nvlink_cases as cases
 from tests.support.conformance import MX32, PLAIN, Problem, check, expected, same, until
+from tests.support.emulated_nvlink import DEADLINE, Watched, new_memory, nvlink
 from tests.support.nvlink_cases import NAME
+from tests.support.refusing_memory import Refusing
 from tests.support.slow import slow_except
 
 SPARE_SECONDS = 15  # for a busy machine
@@ -63,16 +64,6 @@ def grow_apart() -> None:
 
 def test_a_staging_that_is_to_grow_differently_raises_on_every_rank(ranks2):
     ranks2.run(grow_apart)
-
-
-class Refusing(emulator.Shared):
-    """Rank 1 has no memory left."""
-
-    @staticmethod
-    def empty(size, device):
-        if dist.get_rank() == 1:
-            raise MemoryError("none is left")
-        return emulator.Shared.empty(size, device)
 
 
 class Unloadable:

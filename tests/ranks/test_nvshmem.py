@@ -3,7 +3,7 @@
 
 import io
 import re
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from unittest import mock
 
 import deepspeed.comm as dist
@@ -14,67 +14,17 @@ from ds_mxfp8_moe.config import MXFP8MoEConfig
 from ds_mxfp8_moe.ops.op_builder import builder, nvshmem
 from ds_mxfp8_moe.ops.op_builder.nvshmem import NVSHMEMBuilder
 from ds_mxfp8_moe.transport import choose as choosing
-from ds_mxfp8_moe.transport import nvshmem as wire
 from ds_mxfp8_moe.transport.choose import Place, choose
 from ds_mxfp8_moe.transport.nvshmem import NVSHMEMWire
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
 from tests.support import emulator
+from tests.support.emulated_nvshmem import FAILURES, Library, machine, started
 from tests.support.rank_pool import KEPT_GROUPS
-
-
-class Library:
-    """The extension's module, as far as `start` uses it. `broken`: the step that raises on rank 1."""
-
-    def __init__(self, broken: str = "", others: bool = False):
-        self.broken, self.others, self.starts = broken, others, []
-
-    def _do(self, step: str) -> None:
-        if self.broken == step and (step == "unique_id" or dist.get_rank() == 1):
-            raise RuntimeError(f"{step} returned 7")
-
-    def unique_id(self) -> bytes:
-        self._do("unique_id")
-        return b"id"
-
-    def started(self) -> bool:
-        return self.others and dist.get_rank() == 1
-
-    def start(self, *args) -> None:
-        self._do("start")
-        self.starts.append(args)
-
-
-@contextmanager
-def machine(library: Library | None, failure: str = ""):
-    """This rank as one with that library. `failure`: to build the extension, on rank 1."""
-    mine = failure if dist.get_rank() == 1 else ""
-    with mock.patch.object(wire.extension, "try_load", lambda: (library, mine)), \
-         mock.patch.object(wire, "_STARTED", []) as started:
-        yield started
-
-
-def started(failure: str = "", before: list | None = None, **keys) -> tuple:
-    library = Library(**keys)
-    with machine(library, failure) as ranks:
-        ranks.extend(before or [])
-        reasons = [wire.start(dist.get_world_group(), "the test") for _ in range(2)]
-        return reasons, library.starts, ranks
 
 
 def test_all_ranks_start_it_once_between_them(ranks2):
     for rank, (reasons, starts, ranks) in enumerate(ranks2.run(started)):
         assert reasons == [None, None] and starts == [(rank, 2, b"id")] and ranks == [0, 1]
-
-
-ONCE = "this process has started NVSHMEM between ranks [0, 1, 2], and can start it once"
-FAILURES = [
-    ({"failure": "the extension cannot be built: NVSHMEM was not found"},
-     "rank 1: the extension cannot be built: NVSHMEM was not found"),
-    ({"others": True}, "rank 1: someone else in this process has started NVSHMEM already, such as torch or DeepEP"),
-    ({"before": [0, 1, 2]}, f"rank 0: {ONCE}"),
-    ({"broken": "unique_id"}, "rank 0: NVSHMEM cannot be started: RuntimeError: unique_id returned 7"),
-    ({"broken": "start"}, "rank 1: NVSHMEM cannot be started: RuntimeError: start returned 7"),
-]
 
 
 @pytest.mark.parametrize("keys, reason", FAILURES, ids=lambda value: None)

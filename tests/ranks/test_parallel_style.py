@@ -108,7 +108,7 @@ def expert_parallel(**kwargs):
     return parallelize_module(GroupedExperts(), mesh, MXFP8ExpertParallel(**kwargs))
 
 
-def check(results, ranks, calls=(0, ), scale=1.0, less=0.0):
+def assert_near_the_loop(results, ranks, calls=(0, ), scale=1.0, less=0.0):
     expected, dw = reference(ranks, calls)
     for call in calls:
         for i, name in enumerate(("y", "dx")):
@@ -128,12 +128,12 @@ def plain_step(calls=(0, ), **kwargs):
     ("ranks2", dict(scaling_mode="floor")), ("ranks4", {})), ids=str)
 def test_output_and_gradients(request, ranks, kwargs):
     pool = request.getfixturevalue(ranks)
-    check(pool.run(plain_step, **kwargs), pool.world_size, less=1.5 if "scaling_mode" in kwargs else 0)
+    assert_near_the_loop(pool.run(plain_step, **kwargs), pool.world_size, less=1.5 if "scaling_mode" in kwargs else 0)
 
 
 def test_called_twice_before_backward(ranks2):
     """Microbatches in flight; in the second call one rank has no rows."""
-    check(ranks2.run(plain_step, (0, 1)), 2, calls=(0, 1))
+    assert_near_the_loop(ranks2.run(plain_step, (0, 1)), 2, calls=(0, 1))
 
 
 def variants():
@@ -160,6 +160,7 @@ def variants():
     return failed
 
 
+@pytest.mark.slow
 def test_recomputation_compile_and_deepcopy_give_the_same_bits(ranks2):
     assert ranks2.run(variants) == [[], []]
 
@@ -176,7 +177,7 @@ def sharded(calls):
 
 
 def test_fully_shard_on_a_dp_x_ep_mesh(ranks4):
-    check(ranks4.run(sharded, (0, 1)), 4, calls=(0, 1), scale=0.5)
+    assert_near_the_loop(ranks4.run(sharded, (0, 1)), 4, calls=(0, 1), scale=0.5)
 
 
 def state_dict_round_trip():

@@ -6,6 +6,7 @@ import torch
 
 import ds_mxfp8_moe
 from tests.support.autoep_models import ds_config, model, train_engine
+from tests.support.slow import WIDE
 
 SECTION = {"enabled": True, "recipe": "bf16"}
 WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.2, "warmup_num_steps": 4}}}
@@ -31,7 +32,7 @@ def trained(stage: int, by_config: bool, changes: dict) -> list[float]:
     return train_engine(ds_mxfp8_moe.initialize(model=net, config=config, **given)[0], range(4))
 
 
-@pytest.mark.parametrize("stage, changes", [(0, {}), (2, WARMUP), (3, {})], ids=str)
+@pytest.mark.parametrize("stage, changes", [pytest.param(0, {}, marks=WIDE), (2, WARMUP), (3, {})], ids=str)
 def test_groups_beside_an_optimizer_in_the_config_keep_their_settings(ranks2, stage, changes):
     assert ranks2.run(trained, stage, True, changes) == ranks2.run(trained, stage, False, changes)
 

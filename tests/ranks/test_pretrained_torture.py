@@ -18,8 +18,8 @@ import ds_mxfp8_moe
 from ds_mxfp8_moe.checkpoint.gathering import Gather
 from ds_mxfp8_moe.checkpoint.staging import staged
 from ds_mxfp8_moe.checkpoint.writing import Shards
-from tests.ranks.test_pretrained import loaded
 from tests.support.autoep_models import ds_config, model
+from tests.support.pretrained_models import loaded
 from tests.support.torture import Fault, disturbed, run_ranks
 
 SIZES = {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}

@@ -7,27 +7,23 @@ in the same order, whatever it routes, receives or holds: else the job hangs.
 
 import functools
 
-import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
-from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import ds_mxfp8_moe
 from tests.support.autoep_models import ds_config, model
+from tests.support.checkpointed_net import WAYS, CheckpointedNet
 from tests.support.models import (
     BF16,
     DEFAULT,
     HIDDEN,
     Block,
     Layout,
-    Net,
     SwiGLU,
     gelu_mlp,
     make_engine,
     moe_layer,
-    mse,
     parameters,
     pipeline,
     train_steps,
@@ -38,19 +34,6 @@ from tests.support.slow import WIDE, slow_except
 COLLECTIVES = ("all_to_all_single", "all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "barrier")
 
 
-def without_early_stop(function, *args):
-    with set_checkpoint_early_stop(False):
-        return checkpoint(function, *args, use_reentrant=False)
-
-
-WAYS = {
-    "stored": lambda function, *args: function(*args),
-    "reentrant": functools.partial(checkpoint, use_reentrant=True),
-    "non-reentrant": functools.partial(checkpoint, use_reentrant=False),
-    "non-reentrant-to-the-end": without_early_stop,
-    "deepspeed": deepspeed.checkpointing.checkpoint,
-    "deepspeed-non-reentrant": non_reentrant_checkpoint,
-}
 # Tokens of each rank, and whether the router sends all of them to rank 0's experts.
 CASES = {
     "even": ((64, 64), False),
@@ -143,21 +126,6 @@ def test_recomputation_gives_the_same_bits_and_exchanges(ranks2, case, section, 
     assert [run["stored"]["rows"] for run in results] == [n * (2 if kind == "top2-swiglu" else 1) for n in given]
 
 
-class CheckpointedNet(Net):
-    """Net, its blocks recomputed in one of WAYS."""
-
-    def __init__(self, way, *args, **keys):
-        super().__init__(*args, **keys)
-        self.way = WAYS[way]
-
-    def forward(self, x, target):
-        x, total = self.first(x), 0.0
-        for block in self.blocks:
-            x, aux = self.way(block, x)
-            total = total + aux
-        return mse(self.last(x), target) + 0.01 * total
-
-
 def model_of(layout, way):
     """`way`: of WAYS. Of a pipeline, it is the number of layers that are recomputed together, 0 for none."""
     torch.manual_seed(layout.seed)
@@ -183,10 +151,11 @@ IN_ENGINES = ["stored", "reentrant", "non-reentrant", "deepspeed"]
     pytest.param("ranks2", IN_ENGINES, Layout(zero=1, moe={"use_residual": True}), id="zero1-residual",
                  marks=WIDE),
     pytest.param("ranks2", IN_ENGINES, Layout(zero=2, dtype="bf16", config={"gradient_accumulation_steps": 2}),
-                 id="zero2-accumulation"),
+                 id="zero2-accumulation", marks=WIDE),
     pytest.param("ranks4", [0, 1, 2], Layout(stages=2, zero=1, dtype="bf16",
                                              config={"gradient_accumulation_steps": 3}), id="pipeline"),
 ])
+@pytest.mark.slow
 def test_recomputation_inside_an_engine(request, ranks, ways, layout):
     for (steps, end), *others in request.getfixturevalue(ranks).run(train_every_way, layout, ways):
         for way, (other_steps, other_end) in zip(ways[1:], others, strict=True):

@@ -18,24 +18,11 @@ from safetensors.torch import load_file
 import ds_mxfp8_moe
 from ds_mxfp8_moe import save_pretrained
 from ds_mxfp8_moe.checkpoint.saving import MARK
-from ds_mxfp8_moe.layers.frozen_experts import frozen_layers
-from tests.ranks.test_pretrained import build, held_out_loss, loaded
 from tests.support.autoep_models import batch, ds_config, model, train_engine
 from tests.support.models import Layout, Net, make_engine, train_steps
+from tests.support.pretrained_models import build, held_out_loss, loaded
+from tests.support.saved_models import LORA, PATTERN, loss_of, write_config
 from tests.support.slow import slow_except
-
-
-def loss_of(engine) -> float:
-    """On DeepSpeed's own path, which rounds as plain transformers does. Frozen experts in MXFP8 stay on ours."""
-    if not frozen_layers(engine.module):
-        ds_mxfp8_moe.convert(engine, {"enabled": False})
-    return held_out_loss(engine)
-
-
-def write_config(net, directory) -> None:
-    """What users add to weights that they save without transformers."""
-    if dist.get_rank() == 0:
-        net.config.save_pretrained(directory)
 
 
 def disk_is_full(state, path, metadata=None) -> None:
@@ -228,10 +215,6 @@ def gathered_again(directory):
 def test_parameters_that_zero3_keeps_whole_are_whole_after_each_call(ranks2, tmp_path):
     for kept, counts in ranks2.run(gathered_again, tmp_path):
         assert kept > 4 and counts == [kept] * 5
-
-
-LORA = peft.LoraConfig(target_modules=["q_proj", "v_proj"])
-PATTERN = {"moe_layer_pattern": r"base_model\.model\.model\.layers\.\d+\.mlp"}
 
 
 def adapters(directory, stage):

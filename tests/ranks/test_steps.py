@@ -13,18 +13,18 @@ import deepspeed.comm as dist
 import pytest
 import torch
 
-from ds_mxfp8_moe.compute import casts, grouped_gemm, recorded
+from ds_mxfp8_moe.compute import casts, recorded
 from ds_mxfp8_moe.compute.formula import LowRank
 from ds_mxfp8_moe.compute.routing import Routes
 from ds_mxfp8_moe.ffn import expert_math
 from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.ffn.kept_weights import KeptWeights
 from ds_mxfp8_moe.ops.op_builder import replay
-from ds_mxfp8_moe.ops.triton_kernels import recording
 from ds_mxfp8_moe.transport import room_for
 from ds_mxfp8_moe.transport.local import Local
-from tests.ranks.test_expert_ffn import HIDDEN, RECIPES, alone, formula, make_routes, problem, transport
+from tests.support.expert_ffn_cases import HIDDEN, RECIPES, alone, formula, make_routes, problem, transport
 from tests.support.slow import slow_except
+from tests.support.steps_cases import equal, launches_are, programs
 
 pytestmark = pytest.mark.skipif(not replay.ReplayBuilder().is_compatible(),
                                 reason=str(replay.ReplayBuilder()._obstacle()))
@@ -33,17 +33,6 @@ PARTS = ((expert_math, ("activate", "activate_backward", "grouped_mm_wgrad_rows"
 ONCE = {"activate": 1, "activate_backward": 1, "grouped_mm_wgrad_rows": 2}
 CALLS = (Local, ("plan", "combine"))
 FEW = 1e6  # tokens per expert, of which every call has fewer
-
-
-@contextmanager
-def launches_are(replayed: bool):
-    """Within it, what can be recorded is recorded and replayed on the CPU, or not."""
-    executor = replay.ReplayBuilder().jit_load() if replayed else None
-    with mock.patch.object(recorded, "executor_for", lambda device: executor), \
-            mock.patch.object(recording.launcher, "current_stream", lambda: lambda device: 0), \
-            mock.patch.object(recorded, "_PROGRAMS", {}), \
-            mock.patch.object(grouped_gemm, "emulated", lambda device, dtype: True):  # else an op without tensors
-        yield
 
 
 @contextmanager
@@ -62,14 +51,6 @@ def counted(*owned):
             stack.enter_context(mock.patch.multiple(owner, **{
                 name: counting(name, getattr(owner, name)) for name in names}))
         yield counts
-
-
-def programs() -> list:
-    return [program for found in recorded._PROGRAMS.values() for program, _ in found.values()]
-
-
-def equal(a: list, b: list) -> bool:
-    return len(a) == len(b) and all(map(torch.equal, a, b))
 
 
 def trained(recipe, name, stacked=False, adapted=False, kept=False, biased=False, few=False, dtype=torch.bfloat16,
@@ -170,7 +151,7 @@ def other_dtypes(recipe, **keys):
     return equal(*same) and {x.dtype for x in same[1]} == set(dtypes)
 
 
-@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("kept", slow_except([False, True], True))
 def test_weights_of_another_dtype_are_recorded_apart(ranks2, one_rank, kept):
     assert other_dtypes(RECIPES["hp-128"], kept=kept)
     assert ranks2.run(other_dtypes, RECIPES["hp-128"], kept=kept) == [True, True]

@@ -2,7 +2,6 @@
 """The Hugging Face Trainer and Accelerate, which call deepspeed.initialize themselves: train, save in each way that
 they have, resume, and load in plain transformers; with adapters, and with an optimizer of one's own."""
 
-import json
 import math
 
 import accelerate
@@ -10,74 +9,32 @@ import deepspeed.comm as dist
 import peft
 import pytest
 import torch
-import transformers
 from transformers import get_linear_schedule_with_warmup
 
 from ds_mxfp8_moe import save_pretrained
-from tests.ranks.test_engine import converted, enabled
-from tests.ranks.test_lora import with_adapters
-from tests.ranks.test_pretrained import held_out_loss, loaded
-from tests.ranks.test_saving import LORA, PATTERN, loss_of, write_config
-from tests.support.autoep_models import batch, ds_config, gathered, model
+from tests.support.autoep_models import batch, converted, gathered, model
+from tests.support.engine_cases import enabled
+from tests.support.pretrained_models import held_out_loss, loaded
 from tests.support.rank_pool import reset_hugging_face
+from tests.support.saved_models import loss_of, write_config
 from tests.support.slow import slow_except
+from tests.support.trainers import AUTO, config, made, trainer_of
 
-AUTO = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}}
 RATES = [0.1, 0.075, 0.05, 0.025]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-class Sentences(torch.utils.data.Dataset):
-    """A few sequences, over and over; of uneven lengths where `uneven`."""
-
-    def __init__(self, size: int, uneven: bool = False):
-        self.size, self.uneven = size, uneven
-
-    def __len__(self):
-        return self.size
-
-    def __getitem__(self, index):
-        ids = batch(index % 4, rank=0, size=1, length=8 + 4 * (index % 3) if self.uneven else 16)[0]
-        return {"input_ids": ids, "labels": ids}
-
-
-def config(stage: int, adapters: str | None, ep_size: int = 2, section: dict | None = None, **changes) -> dict:
-    return ds_config(section or {"enabled": True}, stage, ep_size, PATTERN if adapters == "attention" else None,
-                     **changes)
-
-
-def made(directory, adapters: str | None):
-    """A new model. `adapters`: on "attention", on "experts" or none. Under ZeRO-3 it is partitioned as it is made,
-    since the library has read the config before; adapters are added to a model that is loaded.
-    """
-    if adapters is None:
-        return model()
-    net = transformers.AutoModelForCausalLM.from_pretrained(directory / "base")
-    return peft.get_peft_model(net, LORA) if adapters == "attention" else with_adapters(net)
 
 
 # ---- the Trainer
 
 
-def trainer_of(directory, stage, adapters, dtype="fp32", ep_size=2, section=None):
-    reset_hugging_face()
-    given = config(stage, adapters, ep_size, section, optimizer=AUTO, train_micro_batch_size_per_gpu="auto",
-                   gradient_accumulation_steps="auto", bf16={"enabled": "auto"})
-    if stage == 3 and dtype == "fp32":  # as a file
-        path = directory / f"{dist.get_rank()}.json"
-        path.write_text(json.dumps(given))
-        given = str(path)
-    arguments = transformers.TrainingArguments(
-        output_dir=str(directory), deepspeed=given, use_cpu=True, per_device_train_batch_size=2, max_steps=4,
-        save_steps=2, learning_rate=5e-3, logging_steps=1, report_to=[], bf16=dtype == "bf16",
-        gradient_checkpointing=dtype == "bf16" and adapters is None, disable_tqdm=True, lr_scheduler_type="constant",
-        per_device_eval_batch_size=1)
-    return transformers.Trainer(model=made(directory, adapters), args=arguments, train_dataset=Sentences(32),
-                                eval_dataset=Sentences(6, uneven=True))
-
-
 def logged_losses(trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.fixture
+def directory(tmp_path):
+    model().save_pretrained(tmp_path / "base")
+    return tmp_path
 
 
 @enabled()
@@ -110,16 +67,10 @@ def check_files(directory, names, adapters, dtype, expected: float) -> float:
     return loss
 
 
-@pytest.fixture
-def directory(tmp_path):
-    model().save_pretrained(tmp_path / "base")
-    return tmp_path
-
-
 @pytest.mark.parametrize("stage, adapters, dtype, ep_size", slow_except(
     [(2, None, "bf16", 2), (3, None, "fp32", 2), (3, None, "bf16", 1), (0, "attention", "fp32", 2),
      (3, "attention", "fp32", 2), (2, "experts", "fp32", 2), (3, "experts", "fp32", 2)],
-    (2, None, "bf16", 2), (3, "attention", "fp32", 2), (2, "experts", "fp32", 2)))
+    (3, "attention", "fp32", 2)))
 def test_the_trainer(ranks2, directory, stage, adapters, dtype, ep_size):
     results = ranks2.run(by_trainer, directory, stage, adapters, dtype, ep_size)
     assert results[0] == results[1]
@@ -215,7 +166,7 @@ def by_accelerate(directory, stage, adapters, dtype, own):
 @pytest.mark.parametrize("stage, adapters, dtype, own", slow_except(
     [(1, None, "fp32", False), (2, None, "fp32", False), (3, None, "fp32", False), (1, None, "bf16", True),
      (2, None, "fp32", True), (3, None, "fp32", True), (1, "experts", "fp32", True), (3, "experts", "fp32", True)],
-    (2, None, "fp32", False), (3, None, "fp32", True)))
+    (3, None, "fp32", True)))
 def test_accelerate(ranks2, directory, stage, adapters, dtype, own):
     results = ranks2.run(by_accelerate, directory, stage, adapters, dtype, own)
     expected = results[0][0]

@@ -7,6 +7,7 @@ import pytest
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.local import Local
 from tests.support.conformance import HARD, MX32, MX128, PLAIN, PROBLEMS, Problem, check, check_in_flight
+from tests.support.recorded_collectives import steps
 
 
 def transport() -> Collective:
@@ -59,20 +60,6 @@ def messages_sent(problem: Problem) -> dict:
     finally:
         dist.all_to_all_single = original
     return sent
-
-
-def steps(problem: Problem, exchange, told) -> None:
-    """A plan, a dispatch, a combine and a dispatch without weights, after each of which `told` gets its name."""
-    expert_TK, x_TH, weight_TK = problem.inputs(dist.get_world_size())[dist.get_rank()]
-    plan = exchange.plan(expert_TK, problem.local_experts)
-    told("plan")
-    x_PH, weight_P = exchange.dispatch(plan, x_TH, problem.wire, weight_TK)
-    told("dispatch")
-    y_PH = x_PH.dequantize() if problem.wire.mxfp8 else x_PH
-    exchange.combine(plan, y_PH, problem.wire, problem.dtype, weight_P)
-    told("combine")
-    exchange.dispatch(plan, x_TH, problem.wire)
-    told("dispatch bare")
 
 
 def in_flight() -> None:

@@ -4,14 +4,14 @@
 import contextlib
 import io
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import deepspeed.comm as dist
 import pytest
 import torch
 
-from tests.ranks.test_autoep import BF16, PLAIN, check, near, trained
 from tests.support.autoep_models import engine_of, model
+from tests.support.autoep_trainings import BF16, PLAIN, assert_trains_like_transformers, near, trained
 
 
 def overridden(module: torch.nn.Module, function: Callable, name: str = "forward") -> None:
@@ -69,26 +69,32 @@ WHOLE = {
 }
 
 
+@cache
+def unchanged() -> tuple:
+    """What the changes are compared with, trained once by each rank."""
+    torch.manual_seed(dist.get_rank())
+    return trained(engine_of(model("mixtral"), PLAIN, 0), steps=1)
+
+
 def beside_transformers(change: str) -> tuple:
     """What `check` takes, of a change in the first of two blocks; whether it has an effect in transformers; and what
     was said."""
-    results, said = [], io.StringIO()
-    for section, changed in ((PLAIN, False), (PLAIN, True), (BF16, True)):
+    results, said = [unchanged()], io.StringIO()
+    for section in (PLAIN, BF16):
         net = model("mixtral")
-        if changed:
-            (CHANGES.get(change) or WHOLE[change][1])(net.model.layers[0].mlp)
+        (CHANGES.get(change) or WHOLE[change][1])(net.model.layers[0].mlp)
         with contextlib.redirect_stdout(said):
             engine = engine_of(net, section, 0)
         torch.manual_seed(dist.get_rank())
         results.append(trained(engine, steps=1))
-    (_, unchanged, _), own, ours = results
-    return near(own, ours), any(not torch.equal(own[1][name], unchanged[name]) for name in unchanged), said.getvalue()
+    (_, moved, _), own, ours = results
+    return near(own, ours), any(not torch.equal(own[1][name], moved[name]) for name in moved), said.getvalue()
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_has_its_effect(ranks2, change):
     for result, effect, said in ranks2.run(beside_transformers, change):
-        check([result])
+        assert_trains_like_transformers([result])
         assert effect and result[-1] == 2 and "WARNING" not in said
 
 
@@ -96,7 +102,7 @@ def test_a_change_has_its_effect(ranks2, change):
 def test_experts_stay_whole_where_nothing_else_would_keep_a_change(ranks2, change):
     results = ranks2.run(beside_transformers, change)
     for result, effect, _ in results:
-        check([result])
+        assert_trains_like_transformers([result])
         assert effect and result[-1] == 1
     line = "experts of model.layers.0.mlp stay whole on every rank, as transformers computes them: "
     assert line in results[0][2] and WHOLE[change][0] in results[0][2]

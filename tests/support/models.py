@@ -24,6 +24,9 @@ import ds_mxfp8_moe
 HIDDEN, FFN, EXPERTS = 64, 96, 8
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
+ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "eps": 1e-4, "torch_adam": True}}}
+OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "zero_force_ds_cpu_optimizer": False}
+
 PLAIN = None  # deepspeed.initialize itself
 OFF = {"enabled": False}
 BF16 = {"enabled": True, "recipe": "bf16"}
@@ -293,3 +296,9 @@ def owners(engine) -> dict[str, list[int]]:
     shared = sorted(dist.get_all_ranks_from_group(groups._get_data_parallel_group()))
     return {name: sorted(groups._get_expert_data_parallel_group_ranks(p.group_name)) if is_moe_param(p) else shared
             for name, p in engine.module.named_parameters()}
+
+
+def assert_same_bits(got: dict, expected: dict):
+    assert got.keys() == expected.keys()
+    different = [name for name in got if not torch.equal(got[name], expected[name])]
+    assert not different

@@ -15,9 +15,9 @@ from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.transport import ROW_ALIGNMENT
 from ds_mxfp8_moe.transport.deadline import PeerError
 from ds_mxfp8_moe.transport.nvlink import NVLink
-from tests.ranks.test_expert_ffn import formula
-from tests.ranks.test_expert_ffn import problem as ffn_problem
 from tests.support.conformance import BF16, MX32, PLAIN, TOKENS, Problem, expected, on_device, poisoned, same, until
+from tests.support.expert_ffn_cases import formula
+from tests.support.expert_ffn_cases import problem as ffn_problem
 
 NAME = "block.3.moe"
 

@@ -14,35 +14,9 @@ import pytest
 import torch
 
 from ds_mxfp8_moe.config import ConfigError, MXFP8MoEConfig, Recipe, parse, resolve
+from tests.support.config_cases import ALL_KEYS, OF_TWO_HOPS
 
 HOPPER, BLACKWELL, CPU = ("cuda", (9, 0)), ("cuda", (10, 0)), ("cpu", None)
-ALL_KEYS = {
-    "enabled": True,
-    "recipe": "mxfp8",
-    "scale_block_size": 128,
-    "scaling_mode": "floor",
-    "dispatch_fwd_dtype": "bf16",
-    "combine_fwd_dtype": "mxfp8",
-    "dispatch_bwd_dtype": "mxfp8",
-    "combine_bwd_dtype": "bf16",
-    "transport": "nvlink",
-    "nvlink_sms": 24,
-    "capacity_factor": 1.5,
-    "on_overflow": "drop",
-    "batch_gradients": False,
-    "keep_quantized_weights": True,
-    "frozen_experts": "mxfp8",
-    "preactivation_dtype": "bf16",
-    "min_tokens_per_expert": 256,
-    "include": [r"h\.\d+\.moe"],
-    "exclude": [".*3.*"],
-    "load_balance_coeff": 0.001,
-    "metrics": {"every": 100},
-    "graph_attention": True,
-    "self_check": False,
-    "force_load_balance": True,
-}
-OF_TWO_HOPS = {"transport": "hierarchical", "node_size": 4, "wire": "host"}
 
 
 def problems(**section):

@@ -13,32 +13,10 @@ from ds_mxfp8_moe.compute import crossover
 from ds_mxfp8_moe.engine.attach import build_executor
 from ds_mxfp8_moe.engine.convert import alike
 from ds_mxfp8_moe.ops.op_builder import replay
-from tests.support.models import HIDDEN, gelu_mlp
+from tests.support.models import HIDDEN
+from tests.support.small_model import Block, Model
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-
-
-class Block(nn.Module):
-
-    def __init__(self, cls=PlainMoE):
-        super().__init__()
-        self.norm = nn.LayerNorm(HIDDEN)
-        self.moe = cls(HIDDEN, gelu_mlp(), num_experts=4, k=2)
-
-    def forward(self, x):
-        return x + self.moe(self.norm(x))[0]
-
-
-class Model(nn.Module):
-
-    def __init__(self, *blocks):
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks or [Block(), Block()])
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 def reason(model, **section):

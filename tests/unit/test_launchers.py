@@ -10,15 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.launched_model import MODEL
 from tests.support.rank_pool import free_port
 from tests.support.slow import slow_except
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(sys.executable).parent
-MODEL = """
-{hidden_size: 32, ffn_size: 64, num_layers: 2, num_heads: 2, seq_len: 32, moe: {num_experts: 4, k: 2}}
-"""
-
 pytestmark = pytest.mark.slow
 
 

@@ -12,7 +12,7 @@ import torch
 from ds_mxfp8_moe import report
 from ds_mxfp8_moe.config import MXFP8MoEConfig
 from tests.support.autoep_models import model
-from tests.unit.test_config import ALL_KEYS, OF_TWO_HOPS
+from tests.support.config_cases import ALL_KEYS, OF_TWO_HOPS
 
 WITHOUT_TRANSPORT = {key: value for key, value in ALL_KEYS.items() if key != "transport"}  # nvlink, which needs GPUs
 

@@ -8,26 +8,14 @@ import pytest
 import torch
 
 from ds_mxfp8_moe.compute import casts
-from ds_mxfp8_moe.compute.formula import ExpertFormula
 from ds_mxfp8_moe.config import MXFP8MoEConfig, resolve
 from ds_mxfp8_moe.engine import self_check
 from ds_mxfp8_moe.engine.self_check import Kind, Verdict, small
 from ds_mxfp8_moe.ffn import expert_math
+from tests.support.self_check_cases import CASES, CLASSIC, FORMULAS, FROZEN, SPREAD
 from tests.support.slow import slow_except
 
 CPU = torch.device("cpu")
-BIASES = {"gate_bias": "x", "up_bias": "y", "down_bias": "z"}
-FORMULAS = {
-    "gated": ExpertFormula("gated", "silu", 1024, 512, gate="a", up="b", down="c"),
-    "gpt-oss": ExpertFormula("gated", "swiglu_oai", 1024, 512, gate="a", up="b", down="c", **BIASES, alpha=1.702,
-                             limit=7.0),
-    "nemotron_h": ExpertFormula("mlp", "relu_squared", 1024, 512, up="b", down="c"),
-    "mlp": ExpertFormula("mlp", "gelu", 1024, 512, up="b", down="c", up_bias="y"),
-    "packed": ExpertFormula("gated", "silu", 1024, 512, up="b", down="c", packed="up_gate"),
-}
-SPREAD = dict(stacked=True, rank=8)
-FROZEN = dict(stacked=True, rank=8, frozen=True)
-CLASSIC = dict(stacked=False, exchanges=True)
 
 
 def kind(name="gated", recipe="mxfp8_wgrad_with_hp", block=128, **keys):
@@ -43,12 +31,6 @@ def on_cpu(monkeypatch, tmp_path):
     monkeypatch.setattr(self_check, "WIDE_COPIES", 2)
     monkeypatch.setattr(self_check, "_folder", lambda: tmp_path / "verdicts")
     monkeypatch.setattr(self_check, "releases", lambda device: {"chip": "none", "triton": "0"})
-
-
-RECIPES = "mxfp8", "mxfp8_wgrad_with_hp", "bf16"
-CASES = {f"{name}-{recipe}-classic": (name, recipe, CLASSIC) for name in FORMULAS for recipe in RECIPES} | {
-    f"{name}-{recipe}-spread": (name, recipe, SPREAD) for name in ("gated", "gpt-oss") for recipe in RECIPES} | {
-    f"{name}-{recipe}-frozen": (name, recipe, FROZEN) for name in ("gated", "gpt-oss") for recipe in RECIPES[:2]}
 
 
 # tests/gpu takes every pair of formula and recipe. Here the first formula has every recipe, the others have MXFP8.
