@@ -50,7 +50,7 @@ $(VENV)/ready: Makefile setup.py pyproject.toml
 	  # A CPU build under that name where the package index has one; else the index's own build of that release.
 	  $(RUN) -m pip install -q --no-compile torch==$(TORCH)+cpu 2>/dev/null || \
 	    $(RUN) -m pip install -q --no-compile torch==$(TORCH)
-	  $(COMPILE)
+	  $(COMPILE) &  # while pip brings the rest
 	fi
 	echo deepspeed==$(DEEPSPEED) >> $(VENV)/constraints.txt
 	if [ -e $(VENV)/lib/python3*/site-packages/kept.pth ] && compgen -G '.whl/*.whl' >/dev/null; then
@@ -68,20 +68,21 @@ $(VENV)/ready: Makefile setup.py pyproject.toml
 	wait
 	touch $@
 
-# Tests mostly wait: for ranks, deadlines and compilers. A file stays in one process, with its ranks. The last files
-# are short ones, so that both processes end at about the same time.
+# Tests mostly wait: for ranks, deadlines and compilers. A file stays in one process, with its ranks. Short files come
+# last, so that both processes end at about the same time.
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
-# What takes longest is listed at the end.
-DURATIONS := --durations=25 --durations-min=2
+FOLDERS := tests/unit tests/kernels tests/examples tests/ranks tests/gpu
+# What takes longest is listed at the end. With REPORT=report.xml, tests/durations.py can keep all of it.
+DURATIONS := --durations=25 --durations-min=2 $(if $(REPORT),--junit-xml=$(REPORT))
 
+# CI runs these and most of the slow tests at once, by WHICH='not wide'.
+WHICH ?= not slow
 test: $(VENV)/ready
-	@$(RUN) -m pytest $(SIDE_BY_SIDE) $(DURATIONS) -m 'not slow' tests/ranks tests/examples tests/kernels tests/unit tests/gpu
+	@$(RUN) -m pytest $(SIDE_BY_SIDE) $(DURATIONS) -m '$(WHICH)' $(FOLDERS)
 
-# Packaging, compilation ahead of time, launchers, benchmarks, long examples, and all cases of wide matrices. CI leaves
-# these out by SLOW='slow and not wide'.
-SLOW ?= slow
+# Packaging, compilation ahead of time, launchers, benchmarks, long examples, and all cases of wide matrices.
 test-slow: $(VENV)/ready
-	@$(RUN) -m pytest $(SIDE_BY_SIDE) $(DURATIONS) -m '$(SLOW)' tests/unit tests/kernels tests/examples tests/ranks
+	@$(RUN) -m pytest $(SIDE_BY_SIDE) $(DURATIONS) -m slow $(FOLDERS)
 
 # The tests with the oldest and the newest releases, and ahead-of-time compilation with each Triton: tests/releases.py.
 test-releases:
