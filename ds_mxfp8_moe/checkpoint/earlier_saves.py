@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from .staging import INDEX, SHARD, WEIGHTS, staged, weight_files
+from .staging import INDEX, SHARD, WEIGHTS_FILE, staged, weight_files
 
 GATHERED = "_mxfp8_gathered"  # on a model: fingerprint and tensors of the last whole state dict
 SAVES = "_mxfp8_saves"  # on a model: fingerprint -> a folder that has these weights, and what else was saved with them
@@ -31,7 +31,7 @@ def remember_saved(model: torch.nn.Module, state: dict, directory: Path, files: 
     saves = {of: saved for of, saved in vars(model).get(SAVES, {}).items() if saved[0] != directory}
     fingerprint, gathered = vars(model).get(GATHERED, (None, {}))
     if {*state} == {*gathered} and all(gathered.get(name) is tensor for name, tensor in state.items()):
-        others = [file for file in files if file.name not in (WEIGHTS, INDEX) and not SHARD.fullmatch(file.name)]
+        others = [file for file in files if file.name not in (WEIGHTS_FILE, INDEX) and not SHARD.fullmatch(file.name)]
         saves[fingerprint] = directory, others
     vars(model)[SAVES] = saves
 

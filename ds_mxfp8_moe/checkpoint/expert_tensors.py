@@ -19,7 +19,7 @@ from ..compute.formula import DTYPES, gate_then_up
 from ..compute.mx import TILE, MXTensor
 from ..layers.held_experts import HeldExperts, gate_above_up
 from ..layers.stacked import DOWN
-from .shards import Shards
+from .shards import ShardReader
 
 # How the names of a quantised weight's parts end, in place of the weight's own name.
 PARTS = ("_scale_inv", "_blocks", "_scales")
@@ -119,7 +119,7 @@ def _check_converter(parameter: str, source: Source) -> None:
 class ExpertTensors:
     """The experts of one block in a checkpoint, as tiles of MXFP8 on a device."""
 
-    def __init__(self, shards: Shards, sources: dict[str, Source], name: str, experts: HeldExperts,
+    def __init__(self, shards: ShardReader, sources: dict[str, Source], name: str, experts: HeldExperts,
                  dtype: torch.dtype, device: torch.device, scaling_mode: str, rounding: Rounding):
         """Arguments:
             name: of the module `experts` in the model.

@@ -25,7 +25,7 @@ from ..layers.experts import ExpertBlock, expert_blocks
 from ..ops.log import log_on_rank_0
 from ..transport.agreement import check_same_arguments
 from ..transport.deadline import tell_peers, tell_peers_on_error
-from .gathering import Gather, engine_of, restore_persistent, unpartitioned
+from .gathering import Gather, given_engine, restore_persistent, unpartitioned
 from .published import ExpertStack, Published, published
 
 Format = Literal["model", "fp8"]
@@ -72,7 +72,7 @@ def checked(engine: Any, weights: str) -> Published:
     """What the model's checkpoint holds in this format. Raises the errors of `export_weights`."""
     if weights not in get_args(Format):
         raise ValueError(f"weights={weights!r} was given; supported are {' and '.join(map(repr, get_args(Format)))}")
-    model = published(engine_of(engine))
+    model = published(given_engine(engine))
     if weights == "fp8":
         _check_fp8(model)
     return model

@@ -153,7 +153,7 @@ class _Loader:
         `folder`: of a local checkpoint.
         """
         from .expert_tensors import ExpertTensors, expert_sources
-        from .shards import Shards
+        from .shards import ShardReader
 
         if holds_experts(model):  # an adapter
             return plain(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
@@ -162,7 +162,7 @@ class _Loader:
             raise ConfigError("from_pretrained reads experts from safetensors files, and was given "
                               f"{shown(given)}: use transformers' from_pretrained")
         found = self._find_experts(model)
-        shards = Shards(checkpoint_files, folder)
+        shards = ShardReader(checkpoint_files, folder)
         names = [f"{name}.{stack}" for name, experts in found.items() for stack in Layout.of(experts).names]
         read_here, sources = expert_sources(list(shards.file_of), names, load_config.weight_mapping or [],
                                             model.base_model_prefix)

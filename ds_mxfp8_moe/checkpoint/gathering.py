@@ -21,7 +21,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ..layers.adapters import base_prefix, is_peft
 from ..layers.experts import ExpertBlock, expert_blocks
-from ..layers.frozen_experts import WEIGHTS, frozen_layers, frozen_of
+from ..layers.frozen_experts import SPREAD_NAMES, frozen_layers, frozen_of
 from ..layers.stacked import DOWN
 from ..ops.log import log_on_rank_0
 from ..transport.deadline import deadline_for, ranks_of
@@ -156,7 +156,7 @@ def restore_persistent(engine: DeepSpeedEngine) -> None:
         engine.optimizer.checkpoint_event_epilogue()
 
 
-def engine_of(given: Any) -> DeepSpeedEngine:
+def given_engine(given: Any) -> DeepSpeedEngine:
     """The engine of a Trainer, or the one that is given.
 
     Raises:
@@ -207,7 +207,7 @@ def tensors(model: torch.nn.Module, gather: Gather, wanted: Wanted) -> Iterator[
         log_on_rank_0(f"mxfp8_moe: the frozen experts of {len(dequantised)} layers, which are held in MXFP8, are "
                         "saved in the model's dtype, with the values that they compute with")
     for name, block in expert_blocks(model):
-        own = {key: entries.pop(f"{name}.experts.{key}", None) for key in WEIGHTS}
+        own = {key: entries.pop(f"{name}.experts.{key}", None) for key in SPREAD_NAMES}
         entries.pop(f"{name}.experts.expert_bias", None)  # of engine/balance.py: transformers has no place for it
         weights = frozen_of(block.experts).dequantized() if name in dequantised else own.values()
         for key, tensor in _stacks(block, gather.layer_experts(block, weights)):

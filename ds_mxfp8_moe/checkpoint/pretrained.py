@@ -20,7 +20,7 @@ from .gathering import (
     base_of,
     beside_held,
     check_complete,
-    engine_of,
+    given_engine,
     held_model,
     restore_persistent,
     skeleton_of,
@@ -28,7 +28,7 @@ from .gathering import (
 )
 from .published import Published
 from .staging import README, stage_of, staged
-from .writing import Shards, size_in_bytes
+from .writing import ShardWriter, size_in_bytes
 
 
 @tell_peers_on_error
@@ -63,7 +63,7 @@ def save_pretrained(engine: Any, save_directory: str | os.PathLike, weights: For
         PeerError: rank 0 has died, or its files have not grown for two deadlines.
     """
     check_same_arguments("save_pretrained", weights=weights)
-    engine = engine_of(engine)
+    engine = given_engine(engine)
     if weights == "model":
         base_of(engine.module)
         write = partial(_write_unquantized, engine)
@@ -118,7 +118,7 @@ def _write_fp8(model: Published, most_bytes: int, directory, rank_0: RankZeroWri
         if dist.get_rank() > 0:
             return
         with staged(directory, rank_0.synced) as folder:
-            files = Shards(folder, most_bytes)
+            files = ShardWriter(folder, most_bytes)
             for name, tensor in pairs:
                 files.add(name, tensor)
             files.finish()

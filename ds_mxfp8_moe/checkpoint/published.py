@@ -36,7 +36,7 @@ from .gathering import (
     tensors,
 )
 
-WEIGHTS = {"gate": "w1", "up": "w3", "down": "w2"}  # role of an expert's weight -> its name in spread experts
+SPREAD_NAME_OF = {"gate": "w1", "up": "w3", "down": "w2"}  # role of an expert's weight -> its name in spread experts
 NAMES = "_mxfp8_published_names"  # of an engine that has exported: its Names
 _FFN, _HIDDEN = 2, 3  # of marked experts
 
@@ -151,7 +151,7 @@ def published(engine: DeepSpeedEngine) -> Published:
         vars(engine)[NAMES] = _names(engine)
     names, layers = vars(engine)[NAMES], dict(expert_blocks(engine.module))
     stacks = [ExpertStack(layers[name], _spread_weights(layers[name].experts), roles,
-                          [f"{name}.experts.{key}" for key in WEIGHTS.values()], _recipe(layers[name]))
+                          [f"{name}.experts.{key}" for key in SPREAD_NAME_OF.values()], _recipe(layers[name]))
               for name, roles in names.experts.items()]
     return Published(engine, names, stacks, adapted_weights(engine.module), beside_held(engine.module))
 
@@ -160,7 +160,7 @@ def _spread_weights(experts: MXFP8Experts) -> dict[str, Any]:
     """Role -> [L, N, K]: parameters, or an MXTensor where the experts hold no parameters."""
     frozen, gated = frozen_of(experts), experts.has_gate
     if frozen is None:
-        weights = {role: getattr(experts, key) for role, key in WEIGHTS.items()}
+        weights = {role: getattr(experts, key) for role, key in SPREAD_NAME_OF.items()}
         return weights if gated else {"up": (weights["gate"], weights["up"]), "down": weights["down"]}
     operands, ffn_size = frozen.operands(), frozen.down_data.shape[2]
     if not gated:
@@ -175,7 +175,7 @@ def _classic_stacks(model: torch.nn.Module) -> list[ExpertStack]:
         if not isinstance(layer, MXFP8MOELayer):
             continue
         formula, experts = layer.mxfp8_settings.formula, layer.experts.deepspeed_experts
-        roles = {role: parameter for role, parameter in formula.names().items() if role in WEIGHTS}
+        roles = {role: parameter for role, parameter in formula.names().items() if role in SPREAD_NAME_OF}
         of_all = {role: [f"{name}.experts.deepspeed_experts.{i}.{parameter}"
                          for i in range(layer.num_local_experts * layer.ep_size)]
                   for role, parameter in roles.items()}

@@ -28,7 +28,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ..layers.adapters import has_adapters, is_peft, saves_adapters
 from ..layers.experts import expert_blocks
-from ..layers.frozen_experts import WEIGHTS, frozen_layers
+from ..layers.frozen_experts import SPREAD_NAMES, frozen_layers
 from ..layers.patches import wrap
 from ..layers.say import say_if_missing
 from ..transport.agreement import check_same_arguments
@@ -97,7 +97,7 @@ def consolidated_state_dict(engine: DeepSpeedEngine, exclude_frozen_parameters: 
         check_same_arguments("saving the model", exclude_frozen_parameters=exclude_frozen_parameters)
     buffers = {name for name, _ in engine.module.named_buffers()}
 
-    held = {f"{name}.experts.{weight}" for name in frozen_layers(engine.module) for weight in WEIGHTS}
+    held = {f"{name}.experts.{weight}" for name in frozen_layers(engine.module) for weight in SPREAD_NAMES}
     only_adapters = has_adapters(engine.module)  # who has them saves them alone
 
     def wanted(name: str, value: torch.Tensor) -> bool:

@@ -32,7 +32,7 @@ def check_index(path: Path) -> None:
                            f"file}}}}: {where}: {found['msg']}") from None
 
 
-class Shards:
+class ShardReader:
     """Files of a checkpoint. The one that was read last stays open.
 
     Attributes:

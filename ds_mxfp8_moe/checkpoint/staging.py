@@ -34,7 +34,7 @@ import deepspeed.comm as dist
 
 from .disk import sync, sync_folder, write_whole
 
-WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+WEIGHTS_FILE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 README = "README.md"  # which PEFT completes
 PLACING = "placing.safetensors.index.json"
 ADAPTERS, ADAPTERS_CONFIG = "adapter_model", "adapter_config.json"
@@ -49,7 +49,7 @@ def stage_of(directory: str | os.PathLike) -> Path:
 def weight_files(directory: Path) -> set[Path]:
     """What a saved model's weights are in, as seen from its directory."""
     shards = set(_weight_map(directory / INDEX).values())
-    return {Path(name) for name in (shards | {INDEX} if shards else {WEIGHTS})}
+    return {Path(name) for name in (shards | {INDEX} if shards else {WEIGHTS_FILE})}
 
 
 @contextmanager
@@ -101,7 +101,7 @@ def _place(directory: Path, stage: Path) -> None:
         shards = _free_names(directory, set(index["weight_map"].values()))
         index["weight_map"] = {name: shards[file] for name, file in index["weight_map"].items()}
     else:
-        index = _index_of(stage / WEIGHTS)
+        index = _index_of(stage / WEIGHTS_FILE)
     text = json.dumps(index, indent=2, sort_keys=True) + "\n"
     if index["weight_map"]:
         write_whole(stage / INDEX, text)
@@ -123,14 +123,14 @@ def _finish(directory: Path, stage: Path) -> None:
     """The steps after the switch. Each may have been made before: the process may have died among them."""
     _place_others(directory, stage)
     new = set(_weight_map(stage / PLACING).values())
-    single = new == {f"{stage.name}/{WEIGHTS}"}
-    moved = single and not (stage / WEIGHTS).exists()
+    single = new == {f"{stage.name}/{WEIGHTS_FILE}"}
+    moved = single and not (stage / WEIGHTS_FILE).exists()
     _move(stage / INDEX, directory / INDEX)
     if new and not moved:  # from_pretrained would prefer the earlier single file to the index
-        (directory / WEIGHTS).unlink(missing_ok=True)
+        (directory / WEIGHTS_FILE).unlink(missing_ok=True)
     _move(stage / CONFIG, directory / CONFIG)
     if single:
-        _move(stage / WEIGHTS, directory / WEIGHTS)
+        _move(stage / WEIGHTS_FILE, directory / WEIGHTS_FILE)
         (directory / INDEX).unlink(missing_ok=True)
     if new:
         for path in directory.iterdir():
@@ -143,7 +143,7 @@ def _finish(directory: Path, stage: Path) -> None:
 
 def _place_others(directory: Path, stage: Path) -> None:
     """Moves all files but the weights, their index and the model's config. The config of adapters is moved first."""
-    staying = {stage / name for name in (PLACING, INDEX, WEIGHTS, CONFIG)}
+    staying = {stage / name for name in (PLACING, INDEX, WEIGHTS_FILE, CONFIG)}
     others = [path for path in stage.rglob("*") if path.is_file() and path not in staying]
     for path in sorted(others, key=lambda path: path.name != ADAPTERS_CONFIG):
         target = directory / path.relative_to(stage)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from .staging import INDEX, WEIGHTS
+from .staging import INDEX, WEIGHTS_FILE
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -20,7 +20,7 @@ def size_in_bytes(size: int | str) -> int:
     return int(found[1]) * _UNITS[found[2] or ""]
 
 
-class Shards:
+class ShardWriter:
     """safetensors files of limited size in an empty folder. One of them at a time is held in host memory."""
 
     def __init__(self, folder: Path, most_bytes: int):
@@ -42,7 +42,7 @@ class Shards:
         self._write()
         count, place = len(self._files), {}
         for i, (path, names) in enumerate(self._files, 1):
-            new = f"model-{i:05d}-of-{count:05d}.safetensors" if count > 1 else WEIGHTS
+            new = f"model-{i:05d}-of-{count:05d}.safetensors" if count > 1 else WEIGHTS_FILE
             path.rename(self.folder / new)
             place |= dict.fromkeys(names, new)
         if count > 1:

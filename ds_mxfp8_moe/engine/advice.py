@@ -15,7 +15,7 @@ from ..config import READERS, MXFP8MoEConfig, shown
 from ..layers.experts import MXFP8Experts
 from ..layers.frozen_experts import frozen_of
 
-SECTION = "expert_parallel"  # DeepSpeed's own, for AutoEP
+AUTOEP = "expert_parallel"  # DeepSpeed's own, for AutoEP
 # Its keys by which AutoEP's own layers may compute something else than the model.
 ROUTER_KEYS = ("score_func", "score_apply", "route_norm", "route_scale", "routed_scaling_factor", "top_k",
                "num_expert_groups", "num_limited_groups", "expert_activation")
@@ -29,10 +29,10 @@ def about_expert_parallel(config: dict, ranks: int) -> list[str]:
         config: the whole DeepSpeed config.
         ranks: of the job.
     """
-    if SECTION not in config:
-        near = difflib.get_close_matches(SECTION, map(str, config), n=1, cutoff=0.85)
-        return [f'the config has {shown(near[0])}, which DeepSpeed ignores: did you mean "{SECTION}"?'] if near else []
-    section = config[SECTION]
+    if AUTOEP not in config:
+        near = difflib.get_close_matches(AUTOEP, map(str, config), n=1, cutoff=0.85)
+        return [f'the config has {shown(near[0])}, which DeepSpeed ignores: did you mean "{AUTOEP}"?'] if near else []
+    section = config[AUTOEP]
     if not isinstance(section, dict) or not section.get("enabled", False):
         return []
     valid = [key for key in AutoEPConfig.__dataclass_fields__ if not key.startswith("_")]
@@ -41,9 +41,9 @@ def about_expert_parallel(config: dict, ranks: int) -> list[str]:
         if key not in valid:
             near = difflib.get_close_matches(str(key).lower(), valid, n=1)
             meant = f'did you mean "{near[0]}"?' if near else f"valid are {', '.join(valid)}"
-            lines.append(f'"{SECTION}" has {shown(str(key))}, which DeepSpeed ignores: {meant}')
+            lines.append(f'"{AUTOEP}" has {shown(str(key))}, which DeepSpeed ignores: {meant}')
     if "autoep_size" not in section and ranks > 1:
-        lines.append(f'"{SECTION}" has no "autoep_size", so every rank holds all experts and no tokens travel. Write '
+        lines.append(f'"{AUTOEP}" has no "autoep_size", so every rank holds all experts and no tokens travel. Write '
                      f'how many ranks share the experts of a layer, for example "autoep_size": {ranks}')
     return lines
 
@@ -52,8 +52,8 @@ def about_router_keys(config: dict, layers: Iterable[torch.nn.Module]) -> list[s
     """Keys of DeepSpeed's section for AutoEP that have no effect on experts inside of a model's own blocks."""
     if not any(isinstance(layer, MXFP8Experts) for layer in layers):
         return []
-    return [f'"{key}" in "{SECTION}" has no effect: the router is the model\'s own. Change it in the model\'s config'
-            for key in ROUTER_KEYS if key in config.get(SECTION, {})]
+    return [f'"{key}" in "{AUTOEP}" has no effect: the router is the model\'s own. Change it in the model\'s config'
+            for key in ROUTER_KEYS if key in config.get(AUTOEP, {})]
 
 
 def about_enabled(config: MXFP8MoEConfig) -> list[str]:

@@ -31,7 +31,7 @@ from ..config import ConfigError, MXFP8MoEConfig
 from ..ffn.frozen_weights import FrozenWeights
 from ..layers.adapters import check_adapters, register_factors, take_wrappers, unwrapped
 from ..layers.experts import expert_blocks, spread
-from ..layers.frozen_experts import WEIGHTS, free, wants_mxfp8
+from ..layers.frozen_experts import SPREAD_NAMES, free, wants_mxfp8
 from ..layers.held_experts import HeldExperts
 from ..layers.patches import lent
 from ..layers.stacked import DOWN, Layout, is_stacked, shape_of
@@ -243,4 +243,4 @@ def share(layout: Layout, whole: list[nn.Parameter], count: int, rank: int) -> d
         parts = layout.split(*(p.narrow(0, rank * count, count) for p in whole))
         trained = whole[0].requires_grad, whole[1].requires_grad, whole[0].requires_grad
         return {name: nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad)
-                for name, part, requires_grad in zip(WEIGHTS, parts, trained, strict=True)}
+                for name, part, requires_grad in zip(SPREAD_NAMES, parts, trained, strict=True)}

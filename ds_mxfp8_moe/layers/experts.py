@@ -29,7 +29,7 @@ from ..transport.deadline import tell_peers_on_error
 from .adapters import NO_MERGE, low_rank, named_modules
 from .choices import Choice, run_block
 from .classic import LayerSettings
-from .frozen_experts import WEIGHTS, dtype_of, frozen_of
+from .frozen_experts import SPREAD_NAMES, dtype_of, frozen_of
 from .padding import PaddingMask
 from .routes import LayerRoutes, is_recomputed
 from .stacked import DOWN, Layout, shape_of
@@ -139,7 +139,7 @@ class MXFP8Experts(nn.Module):
         except AttributeError:
             if name == "base_layer" and "adapters" in self._modules:  # by the name that wrappers have
                 raise RuntimeError(NO_MERGE) from None
-            if name in WEIGHTS and frozen_of(self) is not None:
+            if name in SPREAD_NAMES and frozen_of(self) is not None:
                 raise AttributeError(f"{name} of these experts {REFUSED}") from None
             raise
 

@@ -11,7 +11,7 @@ from ..config import MXFP8MoEConfig
 from ..ffn.frozen_weights import FrozenWeights
 from .adapters import has_adapters
 
-WEIGHTS = ("w1", "w2", "w3")  # the names of gate, down and up in spread experts
+SPREAD_NAMES = ("w1", "w2", "w3")  # the names of gate, down and up in spread experts
 
 
 def frozen_of(experts: nn.Module) -> FrozenWeights | None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses the transport of an expert-parallel group. All its ranks choose the same, for the same reason.
 
-The ranks of a group ask each other at its first choice, and keep the verdict. A layer keeps its transport.
+The ranks of a group ask each other at its first choice, and keep the choice. A layer keeps its transport.
 """
 
 import itertools
@@ -79,7 +79,7 @@ class Obstacle:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Choice:
     """The transport of a group.
 
     Attributes:
@@ -96,7 +96,7 @@ class Verdict:
     wires: tuple = ("host", "host")
 
 
-# Process group -> what was asked -> the verdict. An entry is removed together with its process group.
+# Process group -> what was asked -> the choice. An entry is removed together with its process group.
 _OF_GROUP: WeakKeyDictionary = WeakKeyDictionary()
 
 
@@ -121,30 +121,30 @@ def choose(group: Any, name: str, config: MXFP8MoEConfig | None = None) -> Trans
     if config.transport == "collective":
         return Collective(group, name)
     asked = Asked(config.transport, config.node_size, config.wire or "host", config.capacity_factor)
-    verdicts = _OF_GROUP.setdefault(group, {})
-    if asked not in verdicts:
-        verdicts[asked] = _decide(group, name, asked)
-        _tell(group, verdicts[asked], asked, config)
-    verdict = verdicts[asked]
-    if verdict.transport == "nvlink":
+    choices = _OF_GROUP.setdefault(group, {})
+    if asked not in choices:
+        choices[asked] = _decide(group, name, asked)
+        _tell(group, choices[asked], asked, config)
+    choice = choices[asked]
+    if choice.transport == "nvlink":
         return NVLink(PeerMemory.of(group, extension.try_load()[0]), name, config.nvlink_sms or MOST_MULTIPROCESSORS,
                       config.capacity_factor, config.on_overflow)
     if asked.transport == "nvlink":
-        raise RuntimeError(f"{name}: the transport nvlink cannot be used here: {in_words(verdict)}. A layer can use "
+        raise RuntimeError(f"{name}: the transport nvlink cannot be used here: {in_words(choice)}. A layer can use "
                            '"transport": "collective" instead')
-    if verdict.transport == "hierarchical":
-        return Hierarchical(Hops.of(group, verdict.node_size, *verdict.wires), name)
+    if choice.transport == "hierarchical":
+        return Hierarchical(Hops.of(group, choice.node_size, *choice.wires), name)
     return Collective(group, name)
 
 
-def in_words(verdict: Verdict) -> str:
+def in_words(choice: Choice) -> str:
     """Why it is this transport."""
-    obstacles = list(verdict.obstacles)
-    if verdict.transport == "nvlink":
+    obstacles = list(choice.obstacles)
+    if choice.transport == "nvlink":
         why = "its ranks share a host, and their GPUs reach each other's memory"
-    elif verdict.transport == "hierarchical":
-        between, inside = verdict.wires
-        why = f"{verdict.nodes} nodes of {verdict.node_size} ranks, wire {between}"
+    elif choice.transport == "hierarchical":
+        between, inside = choice.wires
+        why = f"{choice.nodes} nodes of {choice.node_size} ranks, wire {between}"
         if inside == "peer_memory":
             why += ", peer memory inside a node"
     else:
@@ -152,26 +152,26 @@ def in_words(verdict: Verdict) -> str:
     return ". ".join([why, *(f"No {obstacle.to}, because {obstacle.reason}" for obstacle in obstacles)])
 
 
-def _tell(group: Any, verdict: Verdict, asked: Asked, config: MXFP8MoEConfig) -> None:
-    """Logs the verdict on rank 0. If something is broken, the group's first rank logs it too. Logs nothing where
+def _tell(group: Any, choice: Choice, asked: Asked, config: MXFP8MoEConfig) -> None:
+    """Logs the choice on rank 0. If something is broken, the group's first rank logs it too. Logs nothing where
     an error follows."""
-    ranks, transport = ranks_of(group), verdict.transport
-    broken = any(obstacle.broken for obstacle in verdict.obstacles)
+    ranks, transport = ranks_of(group), choice.transport
+    broken = any(obstacle.broken for obstacle in choice.obstacles)
     speaks = dist.get_rank() == 0 or (broken and dist.get_rank() == ranks[0])
     if not speaks or (asked.transport == "nvlink" != transport):
         return
     refused = (asked.transport == "hierarchical" != transport
-               or transport == "hierarchical" and verdict.wires[0] != asked.wire)
+               or transport == "hierarchical" and choice.wires[0] != asked.wire)
     warning = "WARNING: " if broken or refused else ""
-    log(f"mxfp8_moe: {warning}transport {transport} between ranks {ranks}: {in_words(verdict)}")
+    log(f"mxfp8_moe: {warning}transport {transport} between ranks {ranks}: {in_words(choice)}")
     for key in ("nvlink_sms", "capacity_factor"):
         if getattr(config, key) is not None and transport not in READERS[key]:
             readers = " and ".join(READERS[key])
             log(f'mxfp8_moe: WARNING: "{key}" has no effect: read by {readers} alone')
 
 
-def _decide(group: Any, name: str, asked: Asked) -> Verdict:
-    """The verdict on a group. After each step all ranks exchange their answers, so that all of them start the next
+def _decide(group: Any, name: str, asked: Asked) -> Choice:
+    """The choice on a group. After each step all ranks exchange their answers, so that all of them start the next
     step, or none."""
     ranks, where = ranks_of(group), f"'choice of transport' of {name}"
     codes, all_asked, places = zip(*answers_of_all(group, (own_code(), asked, _place()), where), strict=True)
@@ -183,15 +183,15 @@ def _decide(group: Any, name: str, asked: Asked) -> Verdict:
     obstacles = ()
     for tried in TRIED[asked.transport]:
         if tried == "nvlink":
-            verdict = _nvlink(group, ranks, places, where)
+            choice = _nvlink(group, ranks, places, where)
         elif asked.transport is None and len(set(nodes)) == 1:
             continue
         else:
-            verdict = _hierarchical(group, name, places, nodes, asked, where)
-        if verdict.transport == tried:
-            return replace(verdict, obstacles=verdict.obstacles + obstacles)
-        obstacles += verdict.obstacles
-    return Verdict("collective", obstacles)
+            choice = _hierarchical(group, name, places, nodes, asked, where)
+        if choice.transport == tried:
+            return replace(choice, obstacles=choice.obstacles + obstacles)
+        obstacles += choice.obstacles
+    return Choice("collective", obstacles)
 
 
 def _check_alike(name: str, ranks: list, asked: Sequence[Asked]) -> None:
@@ -228,15 +228,15 @@ def even_nodes(ranks: list, nodes: list) -> tuple[int, str | None]:
     return (0, "there is one rank a node") if sizes == [1] else (sizes[0], None)
 
 
-def _hierarchical(group: Any, name: str, places: list, nodes: list, asked: Asked, where: str) -> Verdict:
-    """The verdict hierarchical, or else collective, with the obstacle to hierarchical."""
+def _hierarchical(group: Any, name: str, places: list, nodes: list, asked: Asked, where: str) -> Choice:
+    """The choice hierarchical, or else collective, with the obstacle to hierarchical."""
     ranks = ranks_of(group)
     node_size, obstacle = even_nodes(ranks, nodes)
     if not obstacle and asked.transport is None and len(set(nodes)) > MOST_NODES:
         obstacle = (f"by our estimate, two hops are not faster between more than {MOST_NODES} nodes. "
                     '"transport": "hierarchical" uses them all the same')
     if obstacle:
-        return Verdict("collective", (Obstacle("hierarchical", obstacle), ))
+        return Choice("collective", (Obstacle("hierarchical", obstacle), ))
     node_of = {rank: i // node_size for i, rank in enumerate(ranks)}
     of_nodes = [ranks[first:first + node_size] for first in range(0, len(ranks), node_size)]
     rails = [ranks[index::node_size] for index in range(node_size)]
@@ -255,7 +255,7 @@ def _hierarchical(group: Any, name: str, places: list, nodes: list, asked: Asked
         obstacles.append(Obstacle("peer memory inside a node", not_inside))
     if not_between:
         obstacles.append(Obstacle(f"wire {wire}", not_between))
-    return Verdict("hierarchical", tuple(obstacles), len(of_nodes), node_size,
+    return Choice("hierarchical", tuple(obstacles), len(of_nodes), node_size,
                    ("host" if not_between else wire, "host" if not_inside else "peer_memory"))
 
 
@@ -284,14 +284,14 @@ def _no_peer_memory(group: Any, ranks: list, places: list, hops: list, node_of: 
     return next(filter(None, reasons), None) or _failed(group, where, mine, node_of)
 
 
-def _nvlink(group: Any, ranks: list, places: list, where: str) -> Verdict:
-    """The verdict nvlink, or else collective, with the obstacle to nvlink."""
+def _nvlink(group: Any, ranks: list, places: list, where: str) -> Choice:
+    """The choice nvlink, or else collective, with the obstacle to nvlink."""
     reason = _plain_obstacle(len(ranks)) or _apart(ranks, places)
     if reason:
-        return Verdict("collective", (Obstacle("nvlink", reason), ))
+        return Choice("collective", (Obstacle("nvlink", reason), ))
     if failure := _failed(group, where):
-        return Verdict("collective", (Obstacle("nvlink", failure, broken=True), ))
-    return Verdict("nvlink")
+        return Choice("collective", (Obstacle("nvlink", failure, broken=True), ))
+    return Choice("nvlink")
 
 
 def _failed(group: Any, where: str, *hop: Any) -> str | None:

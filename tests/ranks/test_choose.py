@@ -18,7 +18,7 @@ from ds_mxfp8_moe.config import MXFP8MoEConfig
 from ds_mxfp8_moe.layers import classic as layer
 from ds_mxfp8_moe.transport import choose as module
 from ds_mxfp8_moe.transport import deadline
-from ds_mxfp8_moe.transport.choose import MOST_RANKS, Asked, Place, Verdict, choose, in_words
+from ds_mxfp8_moe.transport.choose import MOST_RANKS, Asked, Choice, Place, choose, in_words
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.deadline import PeerError
 from ds_mxfp8_moe.transport.local import Local
@@ -164,7 +164,7 @@ HOPS, THREE_AND_ONE = "2 nodes of 2 ranks, wire host", (
 TWO_HOPS = {"transport": "hierarchical"}
 
 
-def decided(monkeypatch, hosts: list, keys: dict, nvlink: bool = False, device: str = "cpu") -> Verdict:
+def decided(monkeypatch, hosts: list, keys: dict, nvlink: bool = False, device: str = "cpu") -> Choice:
     """The verdict on four ranks, of which rank i runs on hosts[i]. `nvlink`: it is possible between all of them."""
     asked = Asked(**keys)
     monkeypatch.setattr(module, "answers_of_all", lambda *_: [(own_code(), asked, Place(host, "", gpus()))
@@ -174,7 +174,7 @@ def decided(monkeypatch, hosts: list, keys: dict, nvlink: bool = False, device: 
     monkeypatch.setattr(module.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(module, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: device))
     if nvlink:
-        monkeypatch.setattr(module, "_nvlink", lambda *_: Verdict("nvlink"))
+        monkeypatch.setattr(module, "_nvlink", lambda *_: Choice("nvlink"))
     return module._decide(None, "moe", asked)
 
 

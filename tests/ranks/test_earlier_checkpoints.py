@@ -7,7 +7,7 @@ import torch
 
 from ds_mxfp8_moe.checkpoint.earlier_names import EarlierNames
 from ds_mxfp8_moe.layers.experts import expert_blocks, spread
-from ds_mxfp8_moe.layers.frozen_experts import WEIGHTS
+from ds_mxfp8_moe.layers.frozen_experts import SPREAD_NAMES
 from ds_mxfp8_moe.layers.stacked import Layout
 from tests.support.autoep_models import model, train_engine
 from tests.support.slow import slow_except
@@ -77,7 +77,7 @@ def spread_model(family: str) -> torch.nn.Module:
         layout = Layout.of(experts)
         parts = layout.split(*(getattr(experts, name).data for name in layout.names))
         spread(block, experts, {name: torch.nn.Parameter(part.clone()) for name, part in
-                                zip(WEIGHTS, parts, strict=True)}, 1, 0)
+                                zip(SPREAD_NAMES, parts, strict=True)}, 1, 0)
     return net
 
 

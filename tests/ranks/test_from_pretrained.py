@@ -21,7 +21,7 @@ from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe import from_pretrained
-from ds_mxfp8_moe.checkpoint.shards import Shards
+from ds_mxfp8_moe.checkpoint.shards import ShardReader
 from ds_mxfp8_moe.compute.mx import dequantize, quantize_tiles
 from ds_mxfp8_moe.layers.frozen_experts import frozen_layers
 from ds_mxfp8_moe.layers.patches import patched
@@ -208,7 +208,7 @@ def most_host_memory(directory, config) -> tuple[float, int]:
         weakref.finalize(tensor, freed, tensor.nbytes)
         return tensor
 
-    with patched(Shards, "read", read):
+    with patched(ShardReader, "read", read):
         for _ in range(2):  # the first time imports modules
             gc.collect()
             ctypes.CDLL(None).malloc_trim(0)

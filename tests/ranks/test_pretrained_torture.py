@@ -17,7 +17,7 @@ import torch
 import ds_mxfp8_moe
 from ds_mxfp8_moe.checkpoint.gathering import Gather
 from ds_mxfp8_moe.checkpoint.staging import staged
-from ds_mxfp8_moe.checkpoint.writing import Shards
+from ds_mxfp8_moe.checkpoint.writing import ShardWriter
 from tests.support.autoep_models import ds_config, model
 from tests.support.pretrained_models import loaded
 from tests.support.torture import Fault, disturbed, run_ranks
@@ -74,7 +74,7 @@ def exports(directory):
                           os.kill(os.getpid(), signal.SIGKILL)):
             list(pairs)
     with staged(directory) as folder:
-        files = Shards(folder, 10_000)
+        files = ShardWriter(folder, 10_000)
         for name, tensor in pairs:
             files.add(name, tensor)
         files.finish()

@@ -7,13 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ds_mxfp8_moe.checkpoint.writing import Shards, size_in_bytes
+from ds_mxfp8_moe.checkpoint.writing import ShardWriter, size_in_bytes
 
 
 def write(directory, sizes, most_bytes) -> list[str]:
     """The files after tensors of these sizes in bytes were written."""
     directory.mkdir()
-    files = Shards(directory, most_bytes)
+    files = ShardWriter(directory, most_bytes)
     for i, size in enumerate(sizes):
         files.add(f"t{i}", torch.full((size, ), i, dtype=torch.uint8))
     files.finish()
@@ -34,7 +34,7 @@ def test_files_are_as_large_as_allowed(tmp_path):
 
 
 def test_a_view_is_written_without_what_it_is_a_view_of(tmp_path):
-    files = Shards(tmp_path, 10**6)
+    files = ShardWriter(tmp_path, 10**6)
     whole = torch.arange(12).view(3, 4)
     files.add("a", whole[1])
     files.add("b", whole.t())
