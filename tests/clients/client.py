@@ -10,7 +10,6 @@ STEPS, SAVE_EVERY = 8, 4
 ABSENT, PLAIN, SECTION, RESUMED, LORA_PLAIN, LORA = RUNS = ("absent", "plain", "section", "resumed", "lora plain",
                                                             "lora")
 EACH_STEP, MEAN = "each step", "mean"
-WITHOUT_LORA = (ABSENT, PLAIN, SECTION, RESUMED)
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,14 @@ import transformers
 
 def load(folder: str, base: str | None) -> torch.nn.Module:
     config = transformers.AutoConfig.from_pretrained(base or folder)
-    rewards = "SequenceClassification" in (config.architectures or [""])[0]
+    adapters = json.loads((Path(folder) / "adapter_config.json").read_text()) if base else {}
+    rewards = "SequenceClassification" in (config.architectures or [""])[0] or adapters.get("task_type") == "SEQ_CLS"
     kind = transformers.AutoModelForSequenceClassification if rewards else transformers.AutoModelForCausalLM
-    model, found = kind.from_pretrained(base or folder, dtype=torch.bfloat16, output_loading_info=True)
+    if rewards:
+        config.num_labels = 1
+    model, found = kind.from_pretrained(base or folder, config=config, dtype=torch.bfloat16, output_loading_info=True)
     differing = {what: sorted(names) for what, names in found.items() if names}
-    if differing:
+    if differing and not (base and rewards):  # whose head is the adapters'
         sys.exit(f"{folder}: its tensors are not the model's: {differing}")
     if base:
         import peft
