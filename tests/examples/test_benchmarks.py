@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmarks share: timing, checks that notice wrong results, result files, tables, plots, bars and
-pages. test_benchmark_scripts.py runs each script."""
+"""The benchmarks: wrong results are noticed, every script runs with tiny sizes, and pages say what result files
+say. test_two_nodes.py and test_convergence.py run theirs."""
 
 import re
 import time
@@ -9,17 +9,25 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from transformers import AutoModelForCausalLM
 
 import report
-from kernels import grouped_gemm, quantize
+from ds_mxfp8_moe.all_to_all import AllToAll
+from ds_mxfp8_moe.transport.collective import Collective
+from ds_mxfp8_moe.transport.peer_memory import PeerMemory
+from exchange import dispatch_combine, ep_pipeline, latency, moe_layer
+from kernels import expert_ffn, grouped_gemm, host
 from kernels.shapes import Case
 from lib import gains, models, results_file, show, timing, trainings, world
 from lib.show import Measure, bar
 from lib.timing import Contender
-from training import changes, front_page, memory, train, whole_model, whole_model_results
+from tests.support import emulator
+from tests.support.benchmark_runs import run_script
+from tests.support.slow import slow_except
+from training import changes, front_page, replay_cost, train, whole_model
 from training.train import AUTOEP, CLASSIC, HP, MXFP8, OURS_BF16
 
 PADDED, SKEWED = Case(160, 96, 4, 64, "even"), Case(160, 96, 4, 256, "skewed")
@@ -183,18 +191,6 @@ def test_model_flops_are_those_that_others_count():
         4 / 6 * (trained - attention))
 
 
-def test_what_follows_from_the_rows_of_a_whole_model():
-    """The loss counts once, five parts of layers twice, and three quarters of two others, which lie in layers."""
-    parts = dict.fromkeys((f"{name}_ms" for name in whole_model.PARTS), 10.0)
-    case = whole_model.Case("GLM-4.5-Air", "full", 8, 1, 8, layers=23, ranks=1).described()
-    row = {"case": case, "contender": whole_model.DEFAULT, "correct": True, "median_ms": 80.0, "tokens_per_s": 1000,
-           "trained": 4, "trained_outside_layers": 1, "busy_ms": 70.0, "experts_in": "MXFP8", **parts}
-    slower = {"case": case, "correct": True, "contender": whole_model.PLAIN, "median_ms": 100.0, "tokens_per_s": 800}
-    first, second = whole_model_results.prepare({"rows": [row, slower]})
-    assert first["over_deepspeed"] == 1.25 and first["tokens_per_s_all_layers"] == round(80 / (10 + 100 + 35) * 1000)
-    assert first["tokens_per_s_exchange"] < 1000 and "tokens_per_s_exchange" not in second
-
-
 @pytest.mark.parametrize("loss", [changes.IN_CHUNKS, changes.TILED])
 def test_other_losses_have_the_gradients_of_the_models(monkeypatch, loss):
     monkeypatch.setattr(changes, "CHUNK", 48)  # of 2 x 40 tokens
@@ -212,56 +208,78 @@ def test_other_losses_have_the_gradients_of_the_models(monkeypatch, loss):
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
 
 
-def test_the_tables_of_the_guide_have_what_was_measured():
-    def row(contender, ms, peak=2**30, **changed):
-        case = whole_model.CASES["short"][0] | {"layers": 48, "ranks": 1} | changed
-        return {"case": case, "contender": contender, "correct": True, "median_ms": ms, "peak_bytes": peak,
-                "tokens_per_s": round(1e6 / ms)}
+# ---- scripts --------------------------------------------------------------------------------------------------------
 
-    results = whole_model_results
-    fastest = results.FASTEST
-    rows = [row(results.PLAIN, 200.0), row(results.DEFAULT, 100.0), row(results.DEFAULT, 80.0, **results.LIGER),
-            row(results.DEFAULT, 50.0, **fastest), row(results.NOT_KEPT, 60.0, **fastest),
-            row(results.DEFAULT, 99.0, **fastest, attention="sdpa, flash"),
-            {**row(results.DEFAULT, 1.0, **results.LARGER), "failure": "OutOfMemoryError: CUDA out of memory"}]
-    del rows[-1]["median_ms"]
-    gpt_oss = whole_model.CASES["full"][0] | {"checkpointing": "checkpointing"} | results.LIGER
-    rows += [row(results.DEFAULT, 20.0, **gpt_oss), row(results.DEFAULT, 50.0, **gpt_oss, attention="eager")]
-    text = results.steps_text({"rows": rows, "machine": "1 x NVIDIA X", "date": "2026-11-26", "commit": "abc"})
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
-    assert ["transformers with DeepSpeed", "5000", "", "1.00"] in cells and len(cells) == 2 + 4 + 2 + 3
-    assert ["its loss in large chunks", "20000", "1.60x", "1.00"] in cells
-    assert ["quantised weights not kept", "16667", "0.83x", "1.00"] in cells
-    assert ["4 micro-batches of 2 sequences", "out of memory", "", ""] in cells
-    assert "`flex_attention` has 2.50 times" in text
+BRIEF = "--budget", "0.001", "--seconds", "600"
 
 
-def _with_a_client_optimizer():
-    """FlashAdamW needs a GPU: torch's takes its place."""
-    case = whole_model.Case("tiny", "full", 2, 2, 1, 1, 1, sequence=128, optimizer=changes.FLASH)
-    with mock.patch.dict("sys.modules", flashoptim=mock.Mock(FlashAdamW=torch.optim.AdamW)):
-        training = whole_model.Training(case, whole_model.DEFAULT, 1)
-    training.step()
-    found = type(training.engine.optimizer.optimizer).__name__
-    models.free(training.engine)
-    return found
+class NVLink(Collective):
+    """The collective transport under the name of NVLink's."""
 
 
-def test_a_case_may_bring_an_optimizer_that_deepspeed_does_not_know(ranks1):
-    assert ranks1.run(_with_a_client_optimizer) == ["AdamW"]
+def with_nvlink(name, out, *arguments, **constants) -> list[dict]:
+    """A script on this rank of a pool, whose machine has the NVLink above."""
+
+    def choose(group, name, config):
+        return (Collective if config.transport == "collective" else NVLink)(group, name)
+
+    with mock.patch.object(world, "choose", choose):
+        return run_script(name, out, *arguments, **constants)
 
 
-def test_moments_in_8_bits_halve_the_gpus_of_80_gb():
-    """Both runs held the same beside their states."""
-    plain = {"case": whole_model.Case("Qwen3-30B-A3B", "full", 8, 1, 8, 48, 1, liger=True).described(),
-             "contender": whole_model.DEFAULT, "machine": "1 x NVIDIA H200", "experts_in": "MXFP8",
-             "tokens_per_s": 15949, "peak_bytes": 100.12 * 2**30}
-    flash = {**plain, "case": plain["case"] | {"optimizer": changes.FLASH}, "peak_bytes": 72 * 2**30}
-    other = {**plain, "case": plain["case"] | {"optimizer": "DeepSpeed's AdamW"}}
-    lines = [re.split(r" *\| *", line.strip("| ")) for line in memory.memory_text([plain, flash, other]).splitlines()]
-    assert [line[1] for line in lines[2:]] == ["full", f"full, {changes.FLASH}"]
-    at = lines[0].index("GPUs of 80 GiB")
-    assert [line[at - 1:at + 2] for line in lines[2:]] == [["23.16", "16", "8"], ["23.30", "8", "4"]]
+def with_all_to_all(name, out, *arguments) -> list[dict]:
+    """With AllToAll over the emulator of CUDA."""
+    memory = PeerMemory(dist.group.WORLD, emulator.load(dist.get_rank()), provider=emulator.Shared)
+
+    def intranode(rank, world_size, dp_size, group, **sizes):
+        return AllToAll(memory, **sizes)
+
+    with mock.patch.object(latency.AllToAll, "intranode", intranode):
+        return with_nvlink(name, out, *arguments)
+
+
+def train_quickly(name, out, *arguments):
+    with mock.patch.object(train.models, "LEARNING_RATE", 1.3e-3):
+        return run_script(name, out, *arguments, WARM_UP=1)
+
+
+# The run of a script, its ranks, arguments and constants, and contenders whose results it has to have.
+TINY = "--steps", "1", "--sizes", "tiny"
+SCRIPTS = {
+    "kernels.grouped_gemm": (run_script, 1, BRIEF, {}, {grouped_gemm.OURS_BF16, grouped_gemm.MXFP8}),
+    "kernels.quantize": (run_script, 1, BRIEF, {}, set()),
+    "kernels.expert_ffn": (run_script, 1, (*BRIEF, "--min-tokens-per-expert", "65"), {}, {*expert_ffn.RECIPES}),
+    "kernels.host": (run_script, 1, (), dict(SAMPLES=1, WARM_UP=1), {*host.SHOWN.contenders[:-1]}),
+    "exchange.ep_pipeline": (with_nvlink, 2, BRIEF, dict(EXPERTS=2), {*ep_pipeline.OURS}),
+    "exchange.dispatch_combine": (with_nvlink, 2, BRIEF, {}, {*dispatch_combine.CONTENDERS}),
+    "exchange.moe_layer": (run_script, 2, BRIEF, {}, {moe_layer.AUTOEP, moe_layer.CLASSIC}),
+    "exchange.two_hops": (run_script, 4, BRIEF, {}, {"two hops", "flat"}),
+    "exchange.latency": (with_all_to_all, 2, BRIEF, {}, {*latency.OURS, *latency.NCCL}),
+    "training.train": (train_quickly, 2, (*TINY, "tiny-mixtral", "--accumulation", "1", "--contenders", AUTOEP, HP,
+                                          CLASSIC), {}, {AUTOEP, HP, CLASSIC}),
+    "training.whole_model": (run_script, 1, (*BRIEF, "--training", "full", "--contenders", whole_model.PLAIN,
+                                             whole_model.DEFAULT), dict(WARM_UP=1, LEAST=1, MOST=1),
+                             {whole_model.PLAIN, whole_model.DEFAULT}),
+    "training.replay_cost": (run_script, 1, ("--rounds", "1"), dict(STEPS=1), {*replay_cost.CONTENDERS}),
+    "training.frozen_quality": (run_script, 1, ("--base", "base", "--base_steps", "2", "--steps", "2", "--seeds", "1"),
+                                dict(HELDOUT_WINDOWS=8), set()),
+    "training.export": (run_script, 2, ("--layers", "1", "--repeats", "1"), {}, set()),
+    "training.from_files": (run_script, 1, (*BRIEF, "--folders", "."), {}, set()),
+}
+
+
+@pytest.mark.parametrize("name", slow_except(SCRIPTS, "kernels.grouped_gemm", "exchange.dispatch_combine",
+                                             "training.train"))
+def test_all_results_of_a_script_are_right(request, name, tmp_path, monkeypatch):
+    """From its arguments to its result file, with tiny sizes. mx.py and plain torch stand in for the kernels."""
+    run, ranks, arguments, constants, names = SCRIPTS[name]
+    if run is with_all_to_all:
+        if reason := emulator.obstacle():
+            pytest.skip(f"the emulator needs nvcc: {reason}")
+        emulator.build()
+    arguments = [str(tmp_path / one) if one in ("base", ".") else one for one in arguments]
+    rows = request.getfixturevalue(f"ranks{ranks}").run(run, name, tmp_path / "x.json", *arguments, **constants)[0]
+    assert names <= {row["contender"] for row in rows}
 
 
 # ---- result files, tables and bars ----------------------------------------------------------------------------------
@@ -299,24 +317,6 @@ SHOWN = show.Shown("expert_ffn", [
 ROWS = [row("a", 6, tokens=8, split="even"), row("b", 2, tokens=8, split="even"),
         row("a", 6, tokens=64, split="even"), row("b", 5, tokens=64, split="even"),
         row("a", 1, False, tokens=64, split="skewed")]
-
-
-@pytest.mark.parametrize("module", [grouped_gemm, quantize])
-def test_a_device_whose_rates_could_not_be_measured_has_no_shares_of_them(module, tmp_path):
-    kernel = {"kernel": "rows", "shape": "8x8", "block_size": 32, "dtype": "bfloat16", "bytes": 64}
-    product = {"dim": 8, "hidden": 8, "experts": 1, "tokens_per_expert": 8, "split": "even", "flops": 1024,
-               "least_bytes": 64}
-    failed = {"correct": False, "failure": "out of memory"}
-    case, name = (kernel, "ours") if module is quantize else (product, grouped_gemm.MXFP8)
-    rows = [{"case": {"operation": "device copy", "bytes": 2}, "contender": "copy_", **failed},
-            {"case": {"operation": "fp8 product", "flops": 2}, "contender": "torch._scaled_mm", **failed},
-            {"case": {"operation": "forward", **case}, "contender": name, "median_ms": 1.0, "correct": True}]
-    path = tmp_path / "x.json"
-    results_file.write(module.SHOWN.benchmark, rows, path, "abc")
-    show.show(module.SHOWN, path)
-    assert path.with_suffix(".png").exists()
-    row, *_ = module.SHOWN.prepare({"rows": rows})
-    assert row["contender"] == name and row.get("share") is None
 
 
 def test_the_worst_case_is_stated_and_missed_bars_are_a_line_each(tmp_path, capsys):
