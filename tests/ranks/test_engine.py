@@ -214,6 +214,7 @@ def several_engines():
     return losses, alone, [converted(engine) for engine in together]
 
 
+@pytest.mark.slow
 def test_engines_with_different_sections_live_side_by_side(ranks2):
     """Two of them keep quantised weights within each of their own steps."""
     for together, alone, counts in ranks2.run(several_engines):

@@ -127,6 +127,7 @@ def test_weights_are_quantised_while_the_counts_are_waited_for(monkeypatch, bloc
     assert steps == ["wait", "there"]
 
 
+@pytest.mark.slow
 def test_compiled_autograd_breaks_its_graph_at_backward():
     from torch._dynamo import compiled_autograd
     x, g, routes, weights = alone("swiglu")

@@ -144,6 +144,7 @@ def failing(phase: str) -> tuple | None:
     return cases.failing(phase, Problem(tokens=(20, ) * 4), nvlink(new_memory()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", slow_except(["counts", "dispatch", "combine"], "dispatch"))
 def test_a_peer_that_does_not_come_is_named_in_time(ranks3, phase):
     seconds = DEADLINE.total_seconds()

@@ -119,6 +119,7 @@ def trained(stage: int, ep_size: int) -> tuple:
     return [losses == plain[0] and all(map(torch.equal, weights, plain[1])) for losses, weights in others]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage, ep_size", slow_except([(1, 1), (1, 2), (2, 2), (3, 1), (3, 2)], (3, 1)))
 def test_engines_train_the_same(ranks2, stage, ep_size):
     assert ranks2.run(trained, stage, ep_size) == [[True, True]] * 2

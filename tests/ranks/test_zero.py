@@ -110,6 +110,7 @@ def test_in_portions(ranks2, name):
     assert_same_bits_as_deepspeed(ranks2.run(both, trained, LAYOUTS[name], at_once=15_000))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", slow_except([1, 2], 2))
 def test_four_ranks_of_which_two_share_experts(ranks4, stage):
     layout = Layout(ep_size=2, zero=stage, dtype="bf16", config={**CLIPPED, **THREE_BATCHES})
@@ -152,6 +153,7 @@ def trained_unusually(batched, layout):
         return train_steps(engine, layout), parameters(engine), state(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_except(
     ["zero1-bf16-three-batches", "zero2-bf16-fp32-accumulation", "buckets-smaller-than-a-weight"],
     "zero1-bf16-three-batches"))

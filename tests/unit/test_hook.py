@@ -60,6 +60,7 @@ def passed(done: subprocess.CompletedProcess) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_section_alone_switches_an_engine_on():
     passed(run(ARM + SCRIPT + """
 assert "ds_mxfp8_moe" not in sys.modules and hook._Finder not in sys.meta_path
@@ -91,6 +92,7 @@ def test_a_variable_switches_the_hook_off():
     passed(run(ARM + "assert hook._Finder not in sys.meta_path", DS_MXFP8_MOE_AUTO="0"))
 
 
+@pytest.mark.slow
 def test_an_import_after_an_engine_was_made_says_what_it_missed():
     said = passed(run("""
 import deepspeed, torch

@@ -183,6 +183,7 @@ def test_a_file_in_the_place_of_the_directory(tmp_path):
         pass
 
 
+@pytest.mark.slow
 def test_names_of_shards_take_turns(tmp_path):
     earlier, _, run = folders(tmp_path, saved(8, SOME), saved(8, SOME))
     for stem in ("model-1", "model", "model-1"):
