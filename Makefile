@@ -97,6 +97,7 @@ report: $(VENV)/ready
 
 lint: $(VENV)/ready
 	@$(RUN) -m ruff check .
+	@$(RUN) -m mypy
 
 finetune: $(VENV)/ready
 	@$(RUN) examples/gpt_moe/finetune.py

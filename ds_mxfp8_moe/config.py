@@ -8,6 +8,7 @@ import difflib
 import json
 import os
 import re
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,10 +23,6 @@ SECTION = "mxfp8_moe"
 MOST = 2**31 - 1  # of tokens or steps
 LONGEST_VALUE = 120  # in characters, as shown in a message
 WIRE_KEYS = ("dispatch_fwd_dtype", "combine_fwd_dtype", "dispatch_bwd_dtype", "combine_bwd_dtype")
-# Keys that not every transport reads, and the transports that do.
-READERS = {"nvlink_sms": ("nvlink", ), "capacity_factor": ("nvlink", ), "node_size": ("hierarchical", ),
-           "wire": ("hierarchical", )}
-
 Dtype = Literal["mxfp8", "bf16"]
 
 
@@ -41,45 +38,74 @@ class MetricsConfig(BaseModel):
     every: int = Field(ge=1, le=MOST)
 
 
+def _key(default: Any, *, origin: str = "default", readers: tuple[str, ...] = (), mxfp8: bool = False,
+         engine: bool = False, debug: bool = False, **bounds: Any) -> Any:
+    """A key of the section, with all that is said about it elsewhere.
+
+    Args:
+        origin: where the value comes from if the key is left out.
+        readers: the transports that read it. (): it is not about transports, or all do.
+        mxfp8: it has no effect if the recipe is "bf16".
+        engine: it has no effect without an engine, which makes the steps.
+        debug: it stands in "debug", and is for measurements and tests.
+        bounds: of pydantic's Field.
+    """
+    about = {"origin": origin, "readers": readers, "mxfp8": mxfp8, "engine": engine, "debug": debug}
+    return Field(default=default, json_schema_extra=about, **bounds)
+
+
 class MXFP8MoEConfig(DeepSpeedConfigModel):
     """The keys of the section "mxfp8_moe", which examples/guides/config.md explains one by one.
 
     Every key may be left out. With None, it is chosen for the machine or the layer. Instances are immutable and
-    hashable.
+    hashable. In JSON, the keys of DEBUG_KEYS stand in an object "debug".
 
     Errors: ConfigError for unknown keys and for values that do not exist. The string "auto" is no value for any key.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
-    enabled: bool = False
-    recipe: Literal["mxfp8_wgrad_with_hp", "mxfp8", "bf16"] = "mxfp8_wgrad_with_hp"
-    scale_block_size: Literal[32, 128] | None = None
-    scaling_mode: Literal["rceil", "floor"] = "rceil"
-    dispatch_fwd_dtype: Dtype = "mxfp8"
-    combine_fwd_dtype: Dtype = "bf16"
-    dispatch_bwd_dtype: Dtype = "bf16"
-    combine_bwd_dtype: Dtype = "mxfp8"
-    transport: Literal["collective", "nvlink", "hierarchical"] | None = None
-    node_size: int | None = Field(default=None, ge=1, le=1024)
-    wire: Literal["host", "nvshmem", "peer_memory"] | None = None
-    nvlink_sms: int | None = Field(default=None, ge=1, le=1024)
-    capacity_factor: float | None = Field(default=None, ge=1, le=1024, allow_inf_nan=False)
-    on_overflow: Literal["error", "drop"] = "error"
-    preactivation_dtype: Dtype = "mxfp8"
-    min_tokens_per_expert: int | None = Field(default=None, ge=0, le=MOST)
-    include: tuple[str, ...] = (".*",)
-    exclude: tuple[str, ...] = ()
-    batch_gradients: bool = True
-    keep_quantized_weights: bool | None = None
-    frozen_experts: Literal["mxfp8", "keep"] | None = None
-    load_balance_coeff: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
-    metrics: MetricsConfig | None = None
-    graph_attention: bool | None = None
-    self_check: bool = True
-    force_load_balance: bool = False
+    enabled: bool = _key(False, origin='default: plain DeepSpeed; write "enabled": true to convert')
+    recipe: Literal["mxfp8_wgrad_with_hp", "mxfp8", "bf16"] = _key("mxfp8_wgrad_with_hp")
+    scale_block_size: Literal[32, 128] | None = _key(
+        None, mxfp8=True, origin="chosen for this device: 128 on sm_90, 32 elsewhere")
+    dispatch_fwd_dtype: Dtype = _key("mxfp8")
+    combine_fwd_dtype: Dtype = _key("bf16")
+    dispatch_bwd_dtype: Dtype = _key("bf16")
+    combine_bwd_dtype: Dtype = _key("mxfp8")
+    transport: Literal["collective", "nvlink", "hierarchical"] | None = _key(
+        None, origin="chosen: nvlink inside a host, hierarchical between hosts if they are even, else collective")
+    node_size: int | None = _key(
+        None, ge=1, le=1024, readers=("hierarchical", ), origin="chosen: the ranks of one host")
+    wire: Literal["host", "nvshmem", "peer_memory"] | None = _key(
+        None, readers=("hierarchical", ), origin="chosen: NCCL supports every network")
+    capacity_factor: float | None = _key(
+        None, ge=1, le=1024, allow_inf_nan=False, readers=("nvlink", ),
+        origin="default: buffers fit the routing of each step")
+    on_overflow: Literal["error", "drop"] = _key("error")
+    preactivation_dtype: Dtype = _key("mxfp8")
+    min_tokens_per_expert: int | None = _key(
+        None, ge=0, le=MOST, mxfp8=True, origin="estimated for each layer from its shape, recipe and device")
+    include: tuple[str, ...] = _key((".*",))
+    exclude: tuple[str, ...] = _key(())
+    batch_gradients: bool = _key(True)
+    keep_quantized_weights: bool | None = _key(
+        None, mxfp8=True, engine=True,
+        origin="decided after the first step, by the casts that it saves and the memory that is free")
+    frozen_experts: Literal["mxfp8", "keep"] | None = _key(
+        None, origin="chosen: mxfp8 for models with adapters by PEFT, else keep")
+    load_balance_coeff: float | None = _key(None, gt=0, le=1, allow_inf_nan=False, engine=True)
+    metrics: MetricsConfig | None = _key(None, engine=True)
+    graph_attention: bool | None = _key(
+        None, origin="decided after the second step, by the form of its calls and the memory that is free")
+    scaling_mode: Literal["rceil", "floor"] = _key("rceil", mxfp8=True, debug=True)
+    nvlink_sms: int | None = _key(
+        None, ge=1, le=1024, readers=("nvlink", ), debug=True, origin="chosen for each exchange")
+    self_check: bool = _key(True, debug=True)
+    force_load_balance: bool = _key(False, debug=True)
 
     def __init__(self, /, **data: Any):
+        data = _without_debug(data)
         try:
             # Not DeepSpeed's own, which has an argument `strict` and drops "auto" silently.
             BaseModel.__init__(self, **{printable(key): value for key, value in data.items()})
@@ -130,6 +156,28 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
                 if not any(re.fullmatch(pattern, name) for name in names)]
 
 
+KEYS: dict[str, dict[str, Any]] = {key: field.json_schema_extra for key, field in MXFP8MoEConfig.model_fields.items()}
+READERS = {key: about["readers"] for key, about in KEYS.items() if about["readers"]}
+DEBUG_KEYS = tuple(key for key, about in KEYS.items() if about["debug"])
+
+
+def _without_debug(data: dict[str, Any]) -> dict[str, Any]:
+    """The section, with the keys of its object "debug" beside the others."""
+    debug = data.get("debug", {})
+    if not isinstance(debug, dict) or not set(debug) <= set(DEBUG_KEYS):
+        raise ConfigError(f'"{SECTION}": "debug" is {shown(debug)}, expected an object with some of '
+                          f"{', '.join(map(shown, DEBUG_KEYS))}")
+    if twice := sorted(set(debug) & set(data)):
+        raise ConfigError(f'"{SECTION}": "{twice[0]}" stands both in "debug" and beside it: leave one of the two out')
+    return {key: value for key, value in data.items() if key != "debug"} | debug
+
+
+def _say_moved(section: dict) -> None:
+    if moved := [key for key in DEBUG_KEYS if key in section]:
+        warnings.warn(f'"{SECTION}": {", ".join(map(shown, moved))} in the section itself is deprecated: write '
+                      f'"debug": {shown({key: section[key] for key in moved})}', FutureWarning, stacklevel=3)
+
+
 @dataclass(frozen=True)
 class Recipe:
     """What a layer computes, with every choice made. Hashable. Equal recipes compute the same bits.
@@ -172,6 +220,7 @@ def parse(config: str | os.PathLike | dict | MXFP8MoEConfig | None) -> MXFP8MoEC
     section = config[SECTION]
     if not isinstance(section, dict):
         raise ConfigError(f'"{SECTION}" is {shown(section)}, expected an object, for example {{"enabled": true}}')
+    _say_moved(section)
     return MXFP8MoEConfig(**{str(key): value for key, value in section.items()})
 
 
@@ -221,7 +270,8 @@ def resolve(config: MXFP8MoEConfig, device_type: str, capability: tuple[int, int
     # take the format's own 32. The pair must be exact: ROCm reports (9, 4) and (9, 5) for its own chips.
     hopper = device_type == "cuda" and capability == (9, 0)
     quantize = config.recipe != "bf16"
-    wires = {key.removesuffix("_dtype"): getattr(config, key) if quantize else "bf16" for key in WIRE_KEYS}
+    wires: dict[str, Any] = {key.removesuffix("_dtype"): getattr(config, key) if quantize else "bf16"
+                             for key in WIRE_KEYS}
     return Recipe(
         quantize_gemm=quantize,
         wgrad="mxfp8" if config.recipe == "mxfp8" else "hp",
@@ -260,9 +310,10 @@ def _problem(item: dict) -> str:
                     "top level of the config, and a classic layer has MoE(ep_size=...)")
         if key == "overlap":
             return f'"{key}" is no key any more: exchanges and GEMMs run one after the other. Leave it out'
-        valid_keys = list((MetricsConfig if inside else MXFP8MoEConfig).model_fields)
+        valid_keys = list(MetricsConfig.model_fields if inside else KEYS)
         near = difflib.get_close_matches(key.lower(), valid_keys, n=1, cutoff=0.5)
         meant = f"did you mean {shown(near[0])}? " if near else ""
+        valid_keys = [key for key in valid_keys if key not in DEBUG_KEYS] + ([] if inside else ["debug"])
         return f"unknown key {shown(key)} (given {given}); {meant}Valid: {', '.join(map(shown, valid_keys))}"
     if isinstance(item["input"], str) and item["input"] == "auto":
         return f'"{key}" is "auto", which is no value here: leave the key out to have it chosen'

@@ -9,6 +9,7 @@ the style it sees only the experts of its rank: their rows as an MXTensor with p
 """
 
 import zlib
+from typing import Any
 
 import torch
 from torch import nn
@@ -59,7 +60,7 @@ class MXFP8ExpertParallel(ParallelStyle):
         check_one_of("MXFP8ExpertParallel: scaling_mode", scaling_mode, SCALING_MODES)
         check_int("MXFP8ExpertParallel: group_size_multiple_of", group_size_multiple_of, 1)
         self.group_size_multiple_of = group_size_multiple_of
-        self.cast = {"block_size": block_size, "scaling_mode": scaling_mode}
+        self.cast: dict[str, Any] = {"block_size": block_size, "scaling_mode": scaling_mode}
         self.mxfp8_bwd = mxfp8_bwd
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

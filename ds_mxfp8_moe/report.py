@@ -23,6 +23,7 @@ from .compute.grouped_gemm import multiplies_mxfp8
 from .compute.mx import BLOCK_SIZES
 from .compute.recorded import unknown_launcher
 from .config import (
+    KEYS,
     READERS,
     SECTION,
     WIRE_KEYS,
@@ -45,22 +46,6 @@ from .ops.op_builder.builder import NvccBuilder, dotted, nvcc_version
 NAMES_CONFIG = ("deepspeed", "deepspeed_config", "deepspeed_config_file", "accelerate_config")
 
 PACKAGES = ("ds_mxfp8_moe", "torch", "triton", "deepspeed", "transformers", "peft", "accelerate", "mpi4py")
-
-# Where the values come from that are not simply defaults.
-_ORIGINS = {
-    "enabled": 'default: plain DeepSpeed; write "enabled": true to convert',
-    "scale_block_size": "chosen for this device: 128 on sm_90, 32 elsewhere",
-    "transport": "chosen: nvlink inside a host, hierarchical between hosts if they are even, else collective",
-    "node_size": "chosen: the ranks of one host",
-    "wire": "chosen: NCCL supports every network",
-    "nvlink_sms": "chosen for each exchange",
-    "capacity_factor": "default: buffers fit the routing of each step",
-    "min_tokens_per_expert": "estimated for each layer from its shape, recipe and device",
-    "frozen_experts": "chosen: mxfp8 for models with adapters by PEFT, else keep",
-    "keep_quantized_weights": "decided after the first step, by the casts that it saves and the memory that is free",
-    "graph_attention": "decided after the second step, by the form of its calls and the memory that is free",
-}
-
 
 class TransportStatus(NamedTuple):
     """Whether this machine can use a transport, and why."""
@@ -303,7 +288,8 @@ def section_lines(config: MXFP8MoEConfig, statuses: Sequence[TransportStatus]) -
         origin = _origin(config, key)
         if origin == "given" and not set(READERS.get(key, usable)) & set(usable):
             origin += f"; has no effect here: read by {' and '.join(READERS[key])} alone"
-        lines.append((key, f"{json.dumps(value)} ({origin})"))
+        place = f"debug.{key}" if KEYS[key]["debug"] else key
+        lines.append((place, f"{json.dumps(value)} ({origin})"))
     return lines
 
 
@@ -336,7 +322,7 @@ def _origin(config: MXFP8MoEConfig, key: str) -> str:
         return "given"
     if config.recipe == "bf16" and key in (*WIRE_KEYS, "preactivation_dtype"):
         return "recipe bf16 quantises nothing"
-    return _ORIGINS.get(key, "default")
+    return KEYS[key]["origin"]
 
 
 def _version(name: str) -> str:

@@ -182,7 +182,7 @@ class ExpertTensors:
         parts = [self._read(stack, part, expert)[0].to(self._to["device"]) for part in ("_blocks", "_scales")]
         if stack != DOWN and not self._layout.is_concatenated:
             parts = [gate_then_up(part, dim=0) for part in parts]
-        return from_mxfp4(name, *parts, self._rounding)
+        return from_mxfp4(name, *parts, self._rounding)  # type: ignore[call-arg]
 
     def _of_block_fp8(self, stack: str, names: list[str], weights: list[torch.Tensor],
                       factors: list[torch.Tensor]) -> MXTensor:

@@ -163,7 +163,7 @@ class _Merging(Gather):
         """Adds a weight of this rank's first expert of a layer to the share. Reads from the device."""
         if dist.get_rank() == 0:
             update = product(LowRank(adapter.a_ERK[:1], adapter.b_ENR[:1]))
-            self.share.add(*(_plain(w).float() for w in (before_1NK, after_1NK)), update)
+            self.share.add(_plain(before_1NK).float(), _plain(after_1NK).float(), update)
 
 
 def _parts(model: Published, weights: str, bucket_bytes: int,
@@ -199,7 +199,7 @@ def _parts(model: Published, weights: str, bucket_bytes: int,
 class _Experts:
     """The experts of one layer on their way out. `bytes_of_one`: of one expert of each rank."""
 
-    def __init__(self, stack: ExpertStack, gather: Gather, fp8: bool):
+    def __init__(self, stack: ExpertStack, gather: _Merging, fp8: bool):
         """Collective in ZeRO-3."""
         self.stack, self.layer, self.gather, self.fp8 = stack, stack.layer, gather, fp8
         self.local = {role: _local(weights) for role, weights in stack.weights.items()}
@@ -260,7 +260,8 @@ class _Experts:
 
     def _merged(self, role: str, part: slice) -> torch.Tensor | MXTensor:
         """The same with the adapter."""
-        w_LNK, adapter = self.local[role][part], self.adapters[role]
+        w_LNK: Any = self.local[role][part]
+        adapter = self.adapters[role]
         first = self.layer.ep_rank * self.layer.num_local_experts + part.start
         seeds = seeds_of(self.stack.names[role][first:first + len(w_LNK)], self.gather.step, w_LNK.device)
         adapter = LowRank(adapter.a_ERK[part], adapter.b_ENR[part])

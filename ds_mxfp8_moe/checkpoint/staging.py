@@ -176,7 +176,7 @@ def _settle(directory: Path, stage: Path) -> None:
         shutil.rmtree(stage)
 
 
-def _free_names(directory: Path, files: set[str]) -> dict[str, str]:
+def _free_names(directory: Path, files: set[str]) -> dict[str, str]:  # type: ignore[return]
     """A name for each shard that no file of the directory has: model-00001-of-00002, model-1-00001-of-00002, ..."""
     taken = {path.name for path in directory.iterdir()} | set(_weight_map(directory / INDEX).values())
     for i in count():

@@ -9,6 +9,7 @@ tensor [E, N, K] or E matrices [N, K], each a parameter of its own.
 
 from collections.abc import Sequence
 from types import ModuleType
+from typing import TypeAlias
 
 import torch
 
@@ -16,7 +17,7 @@ from ..ops.device import runs_triton
 from . import mx
 from .mx import TILE, MXTensor
 
-Stack = torch.Tensor | Sequence[torch.Tensor]
+Stack: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 
 
 def _kernels() -> ModuleType:

@@ -17,7 +17,7 @@ to c = min(max(v, -limit), limit).
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -196,7 +196,7 @@ class ExpertWeights:
         self._places = {role: [(expert.get_submodule(path), name) for expert in experts]
                         for role, (path, _, name) in places.items()}
 
-    def current(self) -> dict[str, list[torch.Tensor]]:
+    def current(self) -> dict[str, Any]:
         """For each role one tensor per expert, in their order.
 
         They are parameters, or the tensors that torch.func.functional_call has put in their places.

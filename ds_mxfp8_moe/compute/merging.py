@@ -126,7 +126,8 @@ def merge_update(weight: torch.Tensor, update: torch.Tensor, name: str, step: in
     rows, updates = (x.reshape(-1, x.shape[-1]) for x in (weight, update.float()))
     parts = []
     for i, part in enumerate(zip(*(x.split(max(MOST_VALUES // x.shape[1], 1)) for x in (rows, updates)), strict=True)):
-        parts.append(round_plain(*(x.unsqueeze(0) for x in part), seeds_of([f"{name} {i}"], step, weight.device))[0])
+        rows_1NK, update_1NK = (x.unsqueeze(0) for x in part)
+        parts.append(round_plain(rows_1NK, update_1NK, seeds_of([f"{name} {i}"], step, weight.device))[0])
     return torch.cat(parts).view(weight.shape)
 
 

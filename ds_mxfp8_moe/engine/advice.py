@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import torch
 from deepspeed.module_inject.auto_ep_config import AutoEPConfig
 
-from ..config import READERS, MXFP8MoEConfig, shown
+from ..config import KEYS, READERS, MXFP8MoEConfig, shown
 from ..layers.experts import MXFP8Experts
 from ..layers.frozen_experts import frozen_of
 
@@ -19,7 +19,6 @@ AUTOEP = "expert_parallel"  # DeepSpeed's own, for AutoEP
 # Its keys by which AutoEP's own layers may compute something else than the model.
 ROUTER_KEYS = ("score_func", "score_apply", "route_norm", "route_scale", "routed_scaling_factor", "top_k",
                "num_expert_groups", "num_limited_groups", "expert_activation")
-MXFP8_KEYS = ("scale_block_size", "scaling_mode", "min_tokens_per_expert", "keep_quantized_weights")
 
 
 def about_expert_parallel(config: dict, ranks: int) -> list[str]:
@@ -73,7 +72,7 @@ def about_keys(config: MXFP8MoEConfig, layers: Iterable[torch.nn.Module]) -> lis
                   for key in keys]
     if config.recipe == "bf16":
         lines += [f'"{key}" has no effect: the recipe "bf16" quantises nothing'
-                  for key in MXFP8_KEYS if key in config.model_fields_set]
+                  for key, about in KEYS.items() if about["mxfp8"] and key in config.model_fields_set]
     held = [frozen_of(layer.experts) is not None for layer in layers]
     if layers and config.frozen_experts == "mxfp8" and not any(held):
         lines.append('"frozen_experts": "mxfp8" has no effect: no layer has spread experts that are all frozen. '

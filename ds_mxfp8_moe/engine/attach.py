@@ -11,7 +11,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from ..checkpoint.engine_checkpoints import Checkpoints
 from ..checkpoint.saving import save_whole_models
 from ..compute.recorded import unknown_launcher
-from ..config import SECTION, ConfigError, MXFP8MoEConfig, name_of, parse
+from ..config import KEYS, SECTION, ConfigError, MXFP8MoEConfig, name_of, parse
 from ..layers.found import converted_layers
 from ..layers.frozen_experts import frozen_layers
 from ..layers.say import say_if_missing
@@ -105,8 +105,8 @@ def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | st
         return report
     report = convert_layers(model_of(model_or_engine), section)
     log_on_rank_0(report)
-    for key in ("keep_quantized_weights", "load_balance_coeff", "metrics"):
-        if report.converted and getattr(section, key):
+    for key, about in KEYS.items():
+        if about["engine"] and report.converted and getattr(section, key):
             log_on_rank_0(f'mxfp8_moe: "{key}" has no effect without an engine, which makes the steps')
     return report
 

@@ -60,7 +60,7 @@ class LoadBalancer:
         """Ends the balancer's part in the forwards of its model."""
         self._padding.close()
         for layer in self.layers:
-            vars(layer.experts).pop("mxfp8_padding", None)
+            layer.experts.mxfp8_padding = None
             del layer.experts.tokens_per_expert
 
     @torch.no_grad()

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
@@ -202,7 +203,7 @@ def stacked_formula(experts: MXFP8Experts) -> ExpertFormula:
         _, hidden_size, ffn_size = frozen.down_data.shape
     else:
         _, hidden_size, ffn_size = shape_of(experts.w2)
-    biases = {"gate_bias": f"{up}_bias", "up_bias": f"{up}_bias", "down_bias": "down_proj_bias"}
+    biases: dict[str, Any] = {"gate_bias": f"{up}_bias", "up_bias": f"{up}_bias", "down_bias": "down_proj_bias"}
     formula = ExpertFormula("gated" if experts.has_gate else "mlp", None, hidden_size, ffn_size, gate="w1", up="w3",
                             down="w2", **(biases if experts.has_bias else {}))
     return formula.with_act(activation or Activation(None))

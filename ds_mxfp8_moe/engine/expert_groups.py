@@ -77,7 +77,8 @@ def _with_expert_groups(optimizer: torch.optim.Optimizer, stage: int) -> torch.o
     The optimizer keeps its groups, since a learning-rate scheduler made for it counts them. Whatever changes there
     (the learning rate above all) changes in the twin's groups too.
     """
-    twin = object.__new__(_twin_class(type(optimizer)))
+    kind: Any = type(optimizer)
+    twin = object.__new__(_twin_class(kind))
     vars(twin).update({key: value for key, value in vars(optimizer).items() if key != "step"})  # wrapped by schedulers
     groups = split_groups([{**group, "name": str(i), "origin": i} for i, group in enumerate(optimizer.param_groups)],
                           stage)
@@ -105,6 +106,9 @@ class _Twin:
     Attributes:
         _followed: for each group the one of the original, and `_seen`: its values at the last look.
     """
+
+    _followed: list[dict]
+    _seen: list[dict]
 
     @property
     def param_groups(self) -> list[dict]:

@@ -334,7 +334,7 @@ class GraphedAttention:
         output = _Replay.apply(self, *tensors, *reversed(views))
         if self.results is OUTPUT:
             return output
-        return tuple(output if value is OUTPUT else value for value in self.results)
+        return tuple(output if value is OUTPUT else value for value in self.results)  # type: ignore[attr-defined]
 
     def replay_forward(self, tensors: tuple[Tensor, ...]) -> Pending:
         pending = self.forwards.begin(self.index)

@@ -43,6 +43,7 @@ class MoEEngine(DeepSpeedEngine):
         Others: what acts after each step, or None.
     """
 
+    has_moe_layers: bool
     _mxfp8_steps = False
     _mxfp8_keeping: Any = ()
     _mxfp8_step_hook: Any = None
@@ -173,7 +174,8 @@ class MoEEngine(DeepSpeedEngine):
 def make_moe_engine(engine: DeepSpeedEngine) -> None:
     """Makes an engine a MoEEngine, before its start or after it. A second call changes nothing."""
     if not isinstance(engine, MoEEngine):
-        engine.__class__ = _subclass_of(type(engine))
+        kind: Any = type(engine)
+        engine.__class__ = _subclass_of(kind)
 
 
 @cache

@@ -27,6 +27,7 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from pydantic import BaseModel, ConfigDict, ValidationError
+from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map
 
 from ..compute import casts, recorded
@@ -131,7 +132,7 @@ def kinds_of(layers: Iterable[MXFP8MOELayer | MXFP8Experts]) -> set[Kind]:
 
 def small(formula: ExpertFormula) -> ExpertFormula:
     """The formula with the sizes of the check and without names."""
-    return replace(formula, hidden_size=HIDDEN, ffn_size=FFN, **{role: role for role in formula.names()})
+    return replace(formula, hidden_size=HIDDEN, ffn_size=FFN, **{role: role for role in formula.names()})  # type: ignore[arg-type]
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
@@ -214,7 +215,7 @@ def _run(kind: Kind, device: torch.device) -> Verdict:
     return Verdict()
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException) -> str:
     """The error's text. Of a kernel that does not compile, its name and the last line of the first error."""
     if isinstance(error, CheckFailed):
         return str(error)
@@ -308,7 +309,7 @@ def _run_ffn(kind: Kind, device: torch.device, copies: int = 1, replayed: bool =
 class _Alone(Collective):
     """An exchange of one rank with itself, by the kernels of the transports that send messages."""
 
-    group: Any = None
+    group: ProcessGroup | None = None
     world_size = 1
 
     def _exchange(self, x: torch.Tensor, send_splits: tuple, recv_splits: tuple, phase: str) -> torch.Tensor:

@@ -33,6 +33,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, GradPar
 from deepspeed.runtime.zero.utils import get_norm_dtype
 from torch._utils import _unflatten_dense_tensors
 from torch.autograd.graph import Node
+from torch.distributed import ProcessGroup
 from torch.nn.utils import get_total_norm
 
 from ..compute.sums import Sum
@@ -139,7 +140,7 @@ class _Place(NamedTuple):
         alone: whether this rank is the only one of its group, and sums are in the gradients' dtype.
     """
 
-    process_group: Any
+    process_group: ProcessGroup
     pieces: list[tuple[int, int]]
     own: tuple[int, int, int] | None
     alone: bool

@@ -12,6 +12,7 @@ from deepspeed.moe.mappings import drop_tokens, gather_tokens
 from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
+from torch.distributed import ProcessGroup
 
 from ..compute.formula import DTYPES, ExpertFormula, ExpertWeights
 from ..compute.routing import Routes, round_robin
@@ -43,7 +44,7 @@ class LayerSettings:
     open_formula: OpenFormula | None = None
     _chosen: dict = field(default_factory=dict, init=False, repr=False, compare=False)  # the group and its transport
 
-    def choose_transport(self, group: Any) -> Transport:
+    def choose_transport(self, group: ProcessGroup | None) -> Transport:
         """The layer's transport over its expert-parallel group. The first call chooses it, later calls return it.
 
         `group`: None means that this rank has all experts.
@@ -77,7 +78,7 @@ class LayerSettings:
         if layer.mxfp8_samples == [] and layer.training:
             transport = watch(layer, x_TH, routes, transport, routes.counts_E() if chosen_E is None else chosen_E)
         optimizer = layer.mxfp8_sums and layer.mxfp8_sums()
-        kind = ExpertFFN if self.open_formula is None else OpenFFN
+        kind: type = ExpertFFN if self.open_formula is None else OpenFFN
         return kind(self.open_formula or self.formula, self.recipe, transport, layer.num_local_experts,
                     self.min_tokens_per_expert, self.name, kept=layer.mxfp8_kept if layer.training else None,
                     sum_of=optimizer and optimizer.sum_of, training=layer.training)

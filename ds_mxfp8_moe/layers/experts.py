@@ -19,6 +19,7 @@ from deepspeed.checkpoint import autoep_affine, constants
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.utils import groups
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from ..compute.formula import LowRank
 from ..compute.routing import Routes, round_robin
@@ -46,7 +47,7 @@ class MXFP8Experts(nn.Module):
 
     ep_size: int
     ep_rank: int
-    ep_group: Any
+    ep_group: ProcessGroup | None
     num_local_experts: int
     layout: Layout
     mxfp8_settings: LayerSettings
@@ -153,13 +154,16 @@ class ExpertBlock:
         mxfp8_chooses: whether its choice of experts may be recorded, replayed or biased.
     """
 
+    experts: MXFP8Experts
+    num_experts: int
+    ep_group_name: str
     mxfp8_chooses: bool = False
 
     def forward(self, *args, **kwargs) -> Any:
         """The block's own forward."""
         if self.mxfp8_chooses:
-            return run_block(self, super().forward, *args, **kwargs)
-        return super().forward(*args, **kwargs)
+            return run_block(self, super().forward, *args, **kwargs)  # type: ignore[misc]
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
 
     @property
     def mxfp8_settings(self) -> LayerSettings:
@@ -168,7 +172,7 @@ class ExpertBlock:
     def requires_grad_(self, requires_grad: bool = True) -> nn.Module:
         """Raises RuntimeError if asked to train weights that are held in MXFP8 alone."""
         self.experts.requires_grad_(requires_grad)
-        return super().requires_grad_(requires_grad)
+        return super().requires_grad_(requires_grad)  # type: ignore[misc]
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False,
                                   folding_group_handles: Any = None) -> None:
@@ -208,7 +212,8 @@ def spread(block: nn.Module, experts: nn.Module, weights: dict[str, nn.Parameter
     experts.layout, experts.ep_size, experts.ep_rank, experts.ep_group = layout, ep_size, ep_rank, None
     experts.num_local_experts = num_experts // ep_size
     block.experts = experts
-    block.__class__ = _block_class(type(block), num_experts, ep_size, ep_rank)
+    of_block: Any = type(block)
+    block.__class__ = _block_class(of_block, num_experts, ep_size, ep_rank)
     for name, parameter in weights.items():
         experts.register_parameter(name, parameter)
         _mark(parameter, block)

@@ -157,7 +157,7 @@ def _of_fp8_experts(rounding: Rounding, source: nn.Module, name: str, first: int
     for i in range(first, first + count):
         for gemm, stack, convert in (("up", up, of_up), ("down", DOWN, from_block_fp8)):
             parts = [getattr(source, f"{stack}{end}").detach()[i].to(device) for end in ("", "_scale_inv")]
-            weights.put_tiles(gemm, i - first, convert(f"{name}.{stack}[{i}]", *parts, rounding))
+            weights.put_tiles(gemm, i - first, convert(f"{name}.{stack}[{i}]", *parts, rounding))  # type: ignore[call-arg]
     return weights
 
 
@@ -172,7 +172,7 @@ def _of_mxfp4_experts(rounding: Rounding, source: nn.Module, name: str, first: i
         for i in range(first, first + count):
             parts = [blocks[i].to(device), scales[i].to(device)]
             parts = [gate_then_up(part, dim=0) for part in parts] if gemm == "up" else parts
-            weights.put_tiles(gemm, i - first, from_mxfp4(f"{name}.{stack}[{i}]", *parts, rounding))
+            weights.put_tiles(gemm, i - first, from_mxfp4(f"{name}.{stack}[{i}]", *parts, rounding))  # type: ignore[call-arg]
     return weights
 
 

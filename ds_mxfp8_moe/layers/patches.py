@@ -88,7 +88,7 @@ def _restoring(owner: Any, name: str) -> Callable[[], None]:
     return functools.partial(delattr, owner, name)  # its class has it
 
 
-def _calling(ours: Callable, plain: Callable) -> Callable:
+def _calling(ours: Callable, plain: Any) -> Callable:
     method = inspect.ismethod(plain)  # stays one: torch's learning rate schedulers read `optimizer.step.__func__`
 
     @functools.wraps(plain.__func__ if method else plain)
@@ -96,7 +96,7 @@ def _calling(ours: Callable, plain: Callable) -> Callable:
         return ours(plain, *args[method:], **kwargs)
 
     setattr(wrapped, _WRAPPED_BY, (*getattr(plain, _WRAPPED_BY, ()), _name(ours)))
-    return wrapped.__get__(plain.__self__) if method else wrapped
+    return wrapped.__get__(plain.__self__) if method else wrapped  # type: ignore[attr-defined]
 
 
 def _name(function: Callable) -> str:

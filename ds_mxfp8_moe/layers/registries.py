@@ -14,6 +14,7 @@ import deepspeed
 import deepspeed.comm as dist
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..compute.crossover import min_tokens_per_expert
@@ -95,8 +96,8 @@ def _exchanging(base: type, config: MXFP8MoEConfig) -> type:
     return MXFP8EP
 
 
-def _compute(experts: nn.Module, config: MXFP8MoEConfig, group: Any, x_TH: torch.Tensor, expert_TK: torch.Tensor,
-             weight_TK: torch.Tensor) -> torch.Tensor:
+def _compute(experts: nn.Module, config: MXFP8MoEConfig, group: ProcessGroup | None, x_TH: torch.Tensor,
+             expert_TK: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
     """[T, H], the sum of weight * expert(token) over a token's choices.
 
     Args:
@@ -131,7 +132,7 @@ def _settings_of(experts: nn.Module, config: MXFP8MoEConfig, device: torch.devic
     _, hidden_size, ffn_size = weights["down"].shape
     formula = ExpertFormula("gated" if experts.has_gate else "mlp", None, hidden_size, ffn_size,
                             packed="gate_up" if experts.has_gate and not apart else "none",
-                            **{role: role for role in weights})
+                            **{role: role for role in weights})  # type: ignore[arg-type]
     recipe = resolve(config, device.type, capability(device))
     if recipe.quantize_gemm and (hidden_size % 32 or ffn_size % 32):
         raise ValueError(f"{name}: hidden size {hidden_size} and FFN size {ffn_size} are not both multiples of 32, as "

@@ -63,8 +63,8 @@ class Plan:
         return self.source_P.shape[0]
 
 
-def padded(rows: int | torch.Tensor) -> int | torch.Tensor:
-    """The rows of a group, or of each group, rounded up to a multiple of ROW_ALIGNMENT."""
+def padded(rows: Any) -> Any:
+    """The rows of a group, an int, or of each group, a tensor, rounded up to a multiple of ROW_ALIGNMENT."""
     return (rows + ROW_ALIGNMENT - 1) // ROW_ALIGNMENT * ROW_ALIGNMENT
 
 

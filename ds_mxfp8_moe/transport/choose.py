@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
+from torch.distributed import ProcessGroup
 
 from ..config import READERS, ConfigError, MXFP8MoEConfig
 from ..ops.log import log
@@ -100,7 +101,7 @@ class Choice:
 _OF_GROUP: WeakKeyDictionary = WeakKeyDictionary()
 
 
-def choose(group: Any, name: str, config: MXFP8MoEConfig | None = None) -> Transport:
+def choose(group: ProcessGroup | None, name: str, config: MXFP8MoEConfig | None = None) -> Transport:
     """Returns the transport of one layer. Every rank of the group calls it.
 
     Args:
@@ -152,7 +153,7 @@ def in_words(choice: Choice) -> str:
     return ". ".join([why, *(f"No {obstacle.to}, because {obstacle.reason}" for obstacle in obstacles)])
 
 
-def _tell(group: Any, choice: Choice, asked: Asked, config: MXFP8MoEConfig) -> None:
+def _tell(group: ProcessGroup, choice: Choice, asked: Asked, config: MXFP8MoEConfig) -> None:
     """Logs the choice on rank 0. If something is broken, the group's first rank logs it too. Logs nothing where
     an error follows."""
     ranks, transport = ranks_of(group), choice.transport
@@ -170,7 +171,7 @@ def _tell(group: Any, choice: Choice, asked: Asked, config: MXFP8MoEConfig) -> N
             log(f'mxfp8_moe: WARNING: "{key}" has no effect: read by {readers} alone')
 
 
-def _decide(group: Any, name: str, asked: Asked) -> Choice:
+def _decide(group: ProcessGroup, name: str, asked: Asked) -> Choice:
     """The choice on a group. After each step all ranks exchange their answers, so that all of them start the next
     step, or none."""
     ranks, where = ranks_of(group), f"'choice of transport' of {name}"
@@ -228,7 +229,7 @@ def even_nodes(ranks: list, nodes: list) -> tuple[int, str | None]:
     return (0, "there is one rank a node") if sizes == [1] else (sizes[0], None)
 
 
-def _hierarchical(group: Any, name: str, places: list, nodes: list, asked: Asked, where: str) -> Choice:
+def _hierarchical(group: ProcessGroup, name: str, places: Sequence, nodes: list, asked: Asked, where: str) -> Choice:
     """The choice hierarchical, or else collective, with the obstacle to hierarchical."""
     ranks = ranks_of(group)
     node_size, obstacle = even_nodes(ranks, nodes)
@@ -259,7 +260,7 @@ def _hierarchical(group: Any, name: str, places: list, nodes: list, asked: Asked
                    ("host" if not_between else wire, "host" if not_inside else "peer_memory"))
 
 
-def _no_nvshmem(group: Any, rails: list, node_of: dict, where: str) -> str | None:
+def _no_nvshmem(group: ProcessGroup, rails: list, node_of: dict, where: str) -> str | None:
     """Why ranks of these hops cannot exchange over NVSHMEM. None if all can: it is started, and has a staging."""
     reason = nvshmem.start(group, where)
     if reason:
@@ -272,7 +273,8 @@ def _no_nvshmem(group: Any, rails: list, node_of: dict, where: str) -> str | Non
     return None
 
 
-def _no_peer_memory(group: Any, ranks: list, places: list, hops: list, node_of: dict, where: str) -> str | None:
+def _no_peer_memory(group: ProcessGroup, ranks: list, places: Sequence, hops: list, node_of: dict,
+                    where: str) -> str | None:
     """Why ranks of one of these hops cannot exchange over peer memory. None if all can.
 
     `hops`: lists of ranks. Each rank of the group is in one of them.
@@ -284,7 +286,7 @@ def _no_peer_memory(group: Any, ranks: list, places: list, hops: list, node_of: 
     return next(filter(None, reasons), None) or _failed(group, where, mine, node_of)
 
 
-def _nvlink(group: Any, ranks: list, places: list, where: str) -> Choice:
+def _nvlink(group: ProcessGroup, ranks: list, places: Sequence, where: str) -> Choice:
     """The choice nvlink, or else collective, with the obstacle to nvlink."""
     reason = _plain_obstacle(len(ranks)) or _apart(ranks, places)
     if reason:
@@ -294,7 +296,7 @@ def _nvlink(group: Any, ranks: list, places: list, where: str) -> Choice:
     return Choice("nvlink")
 
 
-def _failed(group: Any, where: str, *hop: Any) -> str | None:
+def _failed(group: ProcessGroup, where: str, *hop: Any) -> str | None:
     """Why the extension or the staging does not work on a rank of the group. None if both do on all ranks.
 
     `hop`: for PeerMemory.of.
@@ -334,7 +336,7 @@ def _place() -> Place:
     return Place(host, ids[me], frozenset(reached))
 
 
-def _apart(ranks: list, places: list) -> str | None:
+def _apart(ranks: list, places: Sequence) -> str | None:
     """Why two of the ranks do not reach each other's memory. None if all of them do."""
     for (rank, place), (other_rank, other) in itertools.permutations(zip(ranks, places, strict=True), 2):
         if place.host != other.host:

@@ -8,10 +8,10 @@ routing weights share one uint8 message (rows.py). The host waits for a GPU once
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import deepspeed.comm as dist
 import torch
+from torch.distributed import ProcessGroup
 
 from ..compute.routing import count
 from . import Plan, Transport, Wire
@@ -41,7 +41,7 @@ class Collective(Transport):
         name: of the layer, for errors.
     """
 
-    group: Any
+    group: ProcessGroup
     name: str = "an expert-parallel exchange"
 
     @property

@@ -26,6 +26,7 @@ import deepspeed.comm as dist
 import torch
 import torch.utils.checkpoint
 from deepspeed.accelerator import get_accelerator
+from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from ..ops.log import log
@@ -76,12 +77,12 @@ def naming_evaluation() -> Iterator[None]:
         raise
 
 
-def ranks_of(group: Any) -> list:
+def ranks_of(group: ProcessGroup) -> list:
     """Global ranks of a group. deepspeed.comm's function for it never returns for the group of all ranks."""
     return torch.distributed.get_process_group_ranks(group)
 
 
-def set_deadline(group: Any, device: torch.device) -> float:
+def set_deadline(group: ProcessGroup, device: torch.device) -> float:
     """Gives `group` the timeout of the default group if that is shorter. Returns it in seconds.
 
     torch gives new groups its own default, not the timeout of deepspeed.init_distributed.
@@ -102,7 +103,7 @@ def before_watchdog(seconds: float) -> float:
 
 
 @contextmanager
-def deadline_for(group: Any, device: torch.device, where: str, node_of: dict | None = None) -> Iterator[None]:
+def deadline_for(group: ProcessGroup, device: torch.device, where: str, node_of: dict | None = None) -> Iterator[None]:
     """Gives waits for the peers of `group` its deadline. Raises a PeerError for a backend's error about peers.
 
     Any other error, for example of a rank that runs out of memory, is raised as it is.
@@ -127,8 +128,8 @@ def _is_about_peers(error: RuntimeError) -> bool:
     return isinstance(error, torch.distributed.DistError) or "gloo/transport" in text or "caused pair closure" in text
 
 
-def all_to_all(out: torch.Tensor, x: torch.Tensor, recv_splits: tuple, send_splits: tuple, group: Any, where: str,
-               node_of: dict | None = None) -> None:
+def all_to_all(out: torch.Tensor, x: torch.Tensor, recv_splits: tuple, send_splits: tuple, group: ProcessGroup,
+               where: str, node_of: dict | None = None) -> None:
     """all_to_all_single of rows with a deadline. `where` and `node_of`: as for `deadline_for`.
 
     Raises:
@@ -141,7 +142,7 @@ def all_to_all(out: torch.Tensor, x: torch.Tensor, recv_splits: tuple, send_spli
         _FINISHED[group] = where
 
 
-def all_gather(x: torch.Tensor, group: Any, where: str) -> torch.Tensor:
+def all_gather(x: torch.Tensor, group: ProcessGroup, where: str) -> torch.Tensor:
     """The vectors [N] of all ranks, in rank order: [W, N]. Raises PeerError as `all_to_all` does."""
     comm, ranks = dist if dist.is_initialized() else torch.distributed, torch.distributed.get_world_size(group)
     out = x.new_empty(ranks * x.shape[0])
@@ -150,7 +151,7 @@ def all_gather(x: torch.Tensor, group: Any, where: str) -> torch.Tensor:
     return out.view(ranks, -1)
 
 
-def answers_of_all(group: Any, answer: Any, where: str) -> list:
+def answers_of_all(group: ProcessGroup, answer: Any, where: str) -> list:
     """Every rank's answer, in rank order. Raises PeerError if one does not come."""
     answers = [None] * dist.get_world_size(group=group)
     with deadline_for(group, torch.device(get_accelerator().current_device_name()), where):
@@ -159,7 +160,7 @@ def answers_of_all(group: Any, answer: Any, where: str) -> list:
     return answers
 
 
-def failure_of_any(group: Any, failure: str | None, where: str) -> str | None:
+def failure_of_any(group: ProcessGroup, failure: str | None, where: str) -> str | None:
     """The failure of the first rank that has one, with its rank. None: no rank has one. Every rank calls it."""
     failures = zip(ranks_of(group), answers_of_all(group, failure, where), strict=True)
     return next((f"rank {rank}: {failure}" for rank, failure in failures if failure), None)
@@ -198,7 +199,7 @@ def tell_peers(error: Exception) -> None:
         _ask(lambda store: store.set(_raised_key(dist.get_rank()), note))
 
 
-def wait_for_device(done: Callable[[], bool], group: Any, where: str, seconds: float,
+def wait_for_device(done: Callable[[], bool], group: ProcessGroup, where: str, seconds: float,
                     node_of: dict | None = None) -> None:
     """Waits on the host until `done()` is true, such as an event's `query`. `node_of`: as for `deadline_for`.
 
@@ -225,7 +226,7 @@ def wait_for_device(done: Callable[[], bool], group: Any, where: str, seconds: f
             look = min(now + LOOK_SECONDS, start + seconds)
 
 
-def read_counts(counts: torch.Tensor, group: Any, where: str, meanwhile: Callable[[], None],
+def read_counts(counts: torch.Tensor, group: ProcessGroup, where: str, meanwhile: Callable[[], None],
                 node_of: dict | None = None) -> list:
     """Reads counts on the host, which waits for the GPU here.
 
@@ -245,7 +246,7 @@ def read_counts(counts: torch.Tensor, group: Any, where: str, meanwhile: Callabl
     return on_host.tolist()
 
 
-def check_same_calls(group: Any, signatures: list, where: str) -> None:
+def check_same_calls(group: ProcessGroup, signatures: list, where: str) -> None:
     """Raises PeerError if a rank, in rank order, has another signature. All ranks must know all signatures."""
     if len(set(signatures)) > 1:
         ranks, me = ranks_of(group), torch.distributed.get_rank(group)
@@ -254,7 +255,8 @@ def check_same_calls(group: Any, signatures: list, where: str) -> None:
                           f"are in another. {SAME_CALLS}", others)
 
 
-def peer_failure(group: Any, where: str, start: float, seconds: float, node_of: dict | None = None) -> PeerError:
+def peer_failure(group: ProcessGroup, where: str, start: float, seconds: float,
+                 node_of: dict | None = None) -> PeerError:
     """The error of this rank, whose wait for the peers of `group` failed. Takes up to GRACE_SECONDS.
 
     Args:
@@ -319,7 +321,7 @@ def absence(rank: int) -> str:
     return _ask(lambda store: _raised_by(store, rank)) or SILENT
 
 
-def _wait_key(group: Any, rank: int) -> str:
+def _wait_key(group: ProcessGroup, rank: int) -> str:
     return f"ds_mxfp8_moe/waited/{group.group_name}/{rank}"
 
 
@@ -327,7 +329,7 @@ def _raised_key(rank: int) -> str:
     return f"ds_mxfp8_moe/raised/{rank}"
 
 
-def _a_peer_gave_up(store: Any, group: Any) -> bool:
+def _a_peer_gave_up(store: Any, group: ProcessGroup) -> bool:
     return any(store.check([_wait_key(group, rank)]) for rank in ranks_of(group))
 
 
@@ -338,7 +340,7 @@ class Notes(NamedTuple):
     raised: dict[int, str]
 
 
-def _notes(store: Any, group: Any, me: int, ranks: list, notes: Notes) -> bool:
+def _notes(store: Any, group: ProcessGroup, me: int, ranks: list, notes: Notes) -> bool:
     """Writes this rank's note, and adds to `notes` what the others write within GRACE_SECONDS.
 
     The store may go away meanwhile, with rank 0. What was read until then stays in `notes`. So that the others can

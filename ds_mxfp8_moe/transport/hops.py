@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary, ref
 import deepspeed.comm as dist
 import torch
 import torch.distributed
+from torch.distributed import ProcessGroup
 
 from ..ops.op_builder import nvlink as extension
 from .deadline import ranks_of
@@ -53,7 +54,7 @@ class Hops:
             wire.check()
 
     @staticmethod
-    def of(group: Any, node_size: int, between: str = "host", inside: str = "host") -> "Hops":
+    def of(group: ProcessGroup, node_size: int, between: str = "host", inside: str = "host") -> "Hops":
         """The group's hops. The first call by the same arguments makes them, and is collective.
 
         Args:
@@ -70,14 +71,14 @@ class Hops:
         return made[key]
 
     @staticmethod
-    def over(group: Any, node_of: dict, node_size: int, between: RowWire, inside: RowWire) -> "Hops":
+    def over(group: ProcessGroup, node_of: dict, node_size: int, between: RowWire, inside: RowWire) -> "Hops":
         """Hops over these wires. If one of two PeerWires fails, the other one skips its exchanges."""
         if isinstance(between, PeerWire) and isinstance(inside, PeerWire):
             between.other, inside.other = inside, between
         return Hops(ref(group), dist.get_rank(group=group), node_of, node_size, between, inside)
 
 
-def wire_of(kind: str, group: Any, ranks: list, node_of: dict) -> RowWire:
+def wire_of(kind: str, group: ProcessGroup, ranks: list, node_of: dict) -> RowWire:
     """A wire of one hop. Collective in the group where it is not "host".
 
     Args:

@@ -6,11 +6,11 @@ Kernels write it into host memory. The host looks there at each call, and before
 
 import time
 from types import ModuleType
-from typing import Any
 from weakref import ref
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from torch.distributed import ProcessGroup
 
 from ..ops.log import log
 from .deadline import (
@@ -92,7 +92,8 @@ class KernelReports:
         host_waits: how often the host has waited for the device.
     """
 
-    def __init__(self, group: Any, extension: ModuleType, ranks: list, node_of: dict | None, device: torch.device):
+    def __init__(self, group: ProcessGroup, extension: ModuleType, ranks: list, node_of: dict | None,
+                 device: torch.device):
         self._group, self._extension, self._ranks, self._node_of = ref(group), extension, ranks, node_of
         self._on_gpu = device.type == "cuda"
         self._failure = self._host_memory(8, torch.int32)

@@ -12,6 +12,7 @@ import deepspeed.comm as dist
 import torch
 import torch.distributed
 from deepspeed.accelerator import get_accelerator
+from torch.distributed import ProcessGroup
 
 from ..ops.log import log
 from ..ops.op_builder import nvshmem as extension
@@ -41,7 +42,7 @@ class Heap:
         return torch.as_tensor(_Memory(self.address, size), device=device)
 
     @staticmethod
-    def addresses(staging: torch.Tensor, group: Any, ranks: list, name: str) -> list[int]:
+    def addresses(staging: torch.Tensor, group: ProcessGroup, ranks: list, name: str) -> list[int]:
         """Kernels get this rank's own address. NVSHMEM finds the same place at the PEs."""
         return [staging.data_ptr()]
 
@@ -90,13 +91,13 @@ class NVSHMEMWire(PeerWire):
         ext.row_exchange(ext.ShmemExchange(rows=args, pe=self._pe), self.sms, self.memory.stream())
 
 
-def wire_over_nvshmem(group: Any, ranks: list, node_of: dict) -> NVSHMEMWire:
+def wire_over_nvshmem(group: ProcessGroup, ranks: list, node_of: dict) -> NVSHMEMWire:
     """The wire of a hop. Collective in the group. `start` has returned None on all ranks."""
     module = extension.try_load()[0]
     return NVSHMEMWire(PeerMemory.of(group, module, ranks, node_of, Heap(module)))
 
 
-def memory_of(group: Any, where: str) -> PeerMemory:
+def memory_of(group: ProcessGroup, where: str) -> PeerMemory:
     """The staging of all ranks of the group, for AllToAll. The first call starts NVSHMEM. Collective.
 
     Raises:
@@ -111,7 +112,7 @@ def memory_of(group: Any, where: str) -> PeerMemory:
     return PeerMemory.of(group, module, provider=Heap(module))
 
 
-def start(group: Any, where: str) -> str | None:
+def start(group: ProcessGroup, where: str) -> str | None:
     """Starts NVSHMEM between the ranks of the group, if it does not run between them yet. Collective.
 
     Returns why it is not possible, equal on all ranks. None: it runs.

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary, ref
 import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
+from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from ..ops.device import multiprocessors
@@ -43,7 +44,7 @@ class Symmetric:
         return symmetric_memory.empty(size, dtype=torch.uint8, device=device)
 
     @staticmethod
-    def addresses(staging: torch.Tensor, group: Any, ranks: list, name: str) -> list[int]:
+    def addresses(staging: torch.Tensor, group: ProcessGroup, ranks: list, name: str) -> list[int]:
         """The addresses of the stagings of `ranks`, as this rank's kernels use them. Collective.
 
         Args:
@@ -87,7 +88,7 @@ class PeerMemory:
         open: an exchange that was sent and is not received yet: its owner, and its name. None: there is none.
     """
 
-    def __init__(self, group: Any, extension: ModuleType, first_epoch: int = 1, provider: Any = Symmetric,
+    def __init__(self, group: ProcessGroup, extension: ModuleType, first_epoch: int = 1, provider: Any = Symmetric,
                  ranks: list | None = None, node_of: dict | None = None):
         self._group, self.extension, self._provider = ref(group), extension, provider
         self.ranks, self.node_of = ranks_of(group) if ranks is None else ranks, node_of
@@ -95,7 +96,8 @@ class PeerMemory:
         self.device = torch.device(get_accelerator().current_device_name())
         self.multiprocessors = multiprocessors(self.device) if self.device.type == "cuda" else 8
         self.epoch, self.generation, self.open = first_epoch, 0, None
-        self.state, self.reports = None, None
+        self.state: torch.Tensor | None = None
+        self.reports: KernelReports | None = None
         self._last: tuple = (None, None)  # the stream of the last launch: its raw handle, and torch's object
         self._allocate(FIRST_BYTES, "the first exchange")
 
@@ -105,7 +107,7 @@ class PeerMemory:
         return self._group()
 
     @staticmethod
-    def of(group: Any, extension: ModuleType, ranks: list | None = None, node_of: dict | None = None,
+    def of(group: ProcessGroup, extension: ModuleType, ranks: list | None = None, node_of: dict | None = None,
            provider: Any = Symmetric) -> "PeerMemory":
         """The PeerMemory of these ranks of the group. The first call makes it, and is collective in the group."""
         made, key = _OF_GROUP.setdefault(group, {}), (extension, *(ranks or ()))

@@ -151,7 +151,7 @@ def pack(x_NH: torch.Tensor, wire: Wire, weight_NK: torch.Tensor | None, row_S: 
     """
     if runs_kernels(x_NH.device, x_NH.shape[1]):
         from ..ops.triton_kernels import permute
-        return permute.pack_rows(*_fields(x_NH, wire, weight_NK), slot_WN, row_S.shape[0], top_k)
+        return permute.pack_rows(*_fields(x_NH, wire, weight_NK), slot_WN, row_S.shape[0], top_k)  # type: ignore[call-arg]
     return _joined(x_NH, wire, weight_NK).index_select(0, row_S)
 
 

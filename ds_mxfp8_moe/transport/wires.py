@@ -15,6 +15,7 @@ from weakref import ref
 
 import torch
 import torch.distributed
+from torch.distributed import ProcessGroup
 
 from .deadline import all_to_all, ranks_of
 from .nvlink import ALIGNED, MOST_MULTIPROCESSORS, signature
@@ -86,7 +87,7 @@ class HostWire(RowWire):
         node_of: the node of each rank of the group, for errors.
     """
 
-    def __init__(self, group: Any, ranks: list, node_of: dict):
+    def __init__(self, group: ProcessGroup, ranks: list, node_of: dict):
         self._group, self.ranks, self.node_of = ref(group), ranks, node_of
 
     def exchange(self, x: torch.Tensor, send_splits: tuple, recv_splits: tuple, where: str, most: int,
@@ -118,7 +119,8 @@ class PeerWire(RowWire):
     """
 
     def __init__(self, memory: PeerMemory, sms: int | None = None):
-        self.memory, self.ranks, self.other = memory, memory.ranks, None
+        self.memory, self.ranks = memory, memory.ranks
+        self.other: RowWire | None = None
         self.sms = min(sms or MOST_MULTIPROCESSORS, memory.multiprocessors)
 
     REGIONS = 1  # of each rank in a half of the staging

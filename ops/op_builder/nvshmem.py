@@ -54,7 +54,7 @@ def _nvshmem() -> Path | None:
         found = importlib.util.find_spec("nvidia.nvshmem")
     except ModuleNotFoundError:  # there is no package nvidia
         return None
-    return found and Path(next(iter(found.submodule_search_locations)))
+    return None if found is None else Path(next(iter(found.submodule_search_locations)))
 
 
 try_load = loading(lambda: NVSHMEMBuilder())

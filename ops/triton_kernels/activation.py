@@ -15,6 +15,7 @@ Scales of rows are stored as [F / block, P]. A program's scales then lie togethe
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -382,7 +383,8 @@ def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor | MXParts, weight_P
     Returns:
         The fields of its `Gradients`, with MXParts in place of MXTensors.
     """
-    pre_PG, pre_scale = kept, None
+    pre_PG: Any = kept
+    pre_scale = None
     if isinstance(kept, MXParts):
         pre_PG = kept.qdata.view(torch.uint8).flatten(1)
         pre_scale = kept.scale_bytes.permute(1, 2, 0).contiguous()

@@ -7,6 +7,7 @@ of this folder are not ops, since nothing that torch.compile traces calls them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -42,7 +43,7 @@ def weights_of(stacks: Sequence[torch.Tensor | Sequence[torch.Tensor]]) -> list[
     Raises TypeError unless all have one dtype, and ValueError unless all lie on one device: kernels get the address of
     each, and the dtype of the first.
     """
-    weights = list(stacks)
+    weights: list[Any] = list(stacks)
     if not all(isinstance(stack, torch.Tensor) for stack in stacks):
         weights = [matrix for stack in stacks for matrix in stack]
     dtype, device = weights[0].dtype, weights[0].device

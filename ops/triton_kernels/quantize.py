@@ -289,7 +289,7 @@ def _quantize_matrices(x: Sequence[torch.Tensor], experts: int, block_size: int,
         stacks = [[stack] for stack in x]
         strides = [stack.stride(0) * size for stack in x]
     else:
-        stacks = [x[i:i + experts] for i in range(0, len(x), experts)]
+        stacks = [[*x[i:i + experts]] for i in range(0, len(x), experts)]
         strides = [even_distance([w.data_ptr() for w in stack]) for stack in stacks]
     heights = [stack[0].shape[-2] for stack in stacks]
     m = sum(heights)

@@ -8,6 +8,7 @@ import json
 import pickle
 import pkgutil
 import traceback
+import warnings
 
 import deepspeed.runtime
 import pytest
@@ -34,6 +35,24 @@ def test_every_key_is_read():
     assert set(type(config).model_fields) == {*ALL_KEYS, *OF_TWO_HOPS}
     for key, value in ALL_KEYS.items():
         assert config.model_dump()[key] == (tuple(value) if isinstance(value, list) else value)
+
+
+def test_debug_keys_stand_in_an_object_and_are_deprecated_beside_it():
+    with warnings.catch_warnings(action="error"):
+        nested = parse({"mxfp8_moe": {"enabled": True, "debug": {"scaling_mode": "floor", "self_check": False}}})
+    with pytest.warns(FutureWarning, match='"scaling_mode" in the section itself is deprecated: write "debug": '
+                                           '{"scaling_mode": "floor"}'):
+        assert nested == parse({"mxfp8_moe": {"enabled": True, "scaling_mode": "floor"}}).model_copy(
+            update={"self_check": False})
+
+
+@pytest.mark.parametrize("debug, said", [
+    (3, '"debug" is 3, expected an object with some of "scaling_mode",'),
+    ({"recipe": "bf16"}, '"debug" is {"recipe": "bf16"}, expected an object'),
+    ({"self_check": "no"}, '"self_check" is "no". Input should be a valid boolean'),
+    ({"nvlink_sms": 8}, '"nvlink_sms" stands both in "debug" and beside it')])
+def test_wrong_debug_keys(debug, said):
+    assert problems(debug=debug, nvlink_sms=24)[0].startswith(said)
 
 
 def test_the_keys_of_two_hops_are_read():
