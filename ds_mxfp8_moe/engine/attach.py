@@ -63,7 +63,7 @@ def attach(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> ConversionReport:
         build_executor(engine.module)
         save_whole_models(engine)
         if not say_if_missing("loading"):
-            engine._mxfp8_checkpoints = Checkpoints(engine)
+            engine._mxfp8.checkpoints = Checkpoints(engine)
     else:
         _print_advice(about_enabled(config))
     if isinstance(engine, MoEEngine):

@@ -43,16 +43,17 @@ def graph_attention(engine: DeepSpeedEngine, config: MXFP8MoEConfig, converted: 
     asked = config.graph_attention
     attentions = [module for module in engine.module.modules() if type(module).__name__.endswith("Attention")
                   and (asked or type(module).__module__.startswith("transformers."))]
-    engine._mxfp8_graphs = None
+    engine._mxfp8.put("graphs", None)
     if not config.enabled or not converted or asked is False or say_if_missing("graph_attention"):
         return
     if obstacle := _obstacle(engine, attentions):
         if asked:
             log_on_rank_0(f'mxfp8_moe: "graph_attention" has no effect: {obstacle}')
         return
-    engine._mxfp8_graphs = AttentionGraphs(asked)
+    graphs = AttentionGraphs(asked)
+    engine._mxfp8.put("graphs", graphs)
     for module in attentions:
-        _GRAPHS[module] = weakref.ref(engine._mxfp8_graphs)
+        _GRAPHS[module] = weakref.ref(graphs)
         wrap(type(module), "forward", _attend, until=engine)
 
 

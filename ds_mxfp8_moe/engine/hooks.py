@@ -76,8 +76,9 @@ def hook_steps(engine: MoEEngine) -> None:
     `write_metrics` decided. After the first step it decides whether to keep quantised weights. After a skipped step it
     looks for the first NaN.
     """
-    if not engine._mxfp8_steps and not say_if_missing("steps"):
-        engine._mxfp8_steps, engine._mxfp8_first_not_finite = True, FirstNotFinite(engine)
+    if not engine._mxfp8.steps and not say_if_missing("steps"):
+        engine._mxfp8.steps = True
+        engine._mxfp8.put("first NaN", FirstNotFinite(engine))
 
 
 def spare_the_host(engine: MoEEngine) -> None:
@@ -128,14 +129,14 @@ def balance_loads(engine: MoEEngine) -> None:
                   if coeff is not None and isinstance(layer, MXFP8MOELayer)]:
         log_on_rank_0(f'mxfp8_moe: "load_balance_coeff" has no effect on classic layers, such as {others[0]}')
     layers = [block for _, block in expert_blocks(engine.module) if coeffs.get(block.experts) is not None]
-    if engine._mxfp8_balancer is not None:
-        engine._mxfp8_balancer.close()
+    if isinstance(balancer := engine._mxfp8.after_step.get("balance"), balance.LoadBalancer):
+        balancer.close()
     if replaced := [layer.experts.mxfp8_settings.name for layer in layers
                     if "forward" in vars(layer) and not balance.corrects(layer)]:
         log_on_rank_0(f'mxfp8_moe: WARNING: "load_balance_coeff" has no effect on {replaced[0]}, whose forward '
                         "method is replaced")
     coeff = next((coeff for coeff in coeffs.values() if coeff is not None), None)
-    engine._mxfp8_balancer = balance.LoadBalancer(engine.module, layers, coeff) if layers else None
+    engine._mxfp8.put("balance", balance.LoadBalancer(engine.module, layers, coeff) if layers else None)
     if any(not balance.corrects(layer) for layer in layers):
         log_on_rank_0("mxfp8_moe: only checkpoints contain the biases that balance the experts' load: "
                         "transformers has no place for them in this model")
@@ -154,4 +155,4 @@ def write_metrics(engine: MoEEngine, config: MXFP8MoEConfig) -> None:
         log_on_rank_0('mxfp8_moe: "metrics" has no effect without one of DeepSpeed\'s monitors: write, for example, '
                         '"csv_monitor": {"enabled": true, "output_path": "runs", "job_name": "moe"}')
         asked = None
-    engine._mxfp8_metrics = Metrics(engine, layers, asked.every) if asked else None
+    engine._mxfp8.put("metrics", Metrics(engine, layers, asked.every) if asked else None)

@@ -58,9 +58,9 @@ def keep_quantized_weights(engine: DeepSpeedEngine, config: MXFP8MoEConfig, conv
     if asked:
         _keep(engine, layers)
     else:
-        engine._mxfp8_first_step = _FirstStep(engine, layers)
+        engine._mxfp8.put("first step", _FirstStep(engine, layers))
     if isinstance(engine.basic_optimizer, torch.optim.Optimizer):  # whose step somebody may call by himself
-        engine._mxfp8_step_hook = engine.basic_optimizer.register_step_post_hook(
+        engine._mxfp8.step_hook = engine.basic_optimizer.register_step_post_hook(
             partial(_after_step, weakref.ref(engine)))
 
 
@@ -93,7 +93,7 @@ class _FirstStep:
 
     def end(self) -> None:
         """Stops counting."""
-        self.engine._mxfp8_first_step = None
+        self.engine._mxfp8.put("first step", None)
         if self._hook is not None:
             self._hook.remove()
 
@@ -127,8 +127,8 @@ def _keep(engine: DeepSpeedEngine, layers: list) -> None:
             casts))
         if not math.isinf(layer.mxfp8_settings.min_tokens_per_expert):
             layer.mxfp8_kept = KeptWeights()
-            engine._mxfp8_keeping.append(layer)
-    if kept := engine._mxfp8_keeping:
+            engine._mxfp8.keeping.append(layer)
+    if kept := engine._mxfp8.keeping:
         often = "across steps" if all(map(_frozen, kept)) else "within each step"
         highest = max((layer.mxfp8_settings for layer in kept), key=lambda one: one.min_tokens_per_expert)
         threshold = f"; with them, {highest.threshold}" if highest.threshold else ""
@@ -164,7 +164,7 @@ def weights_change(engine: DeepSpeedEngine, of_frozen: bool = False) -> Iterator
 
 
 def _clear(engine: DeepSpeedEngine, of_frozen: bool) -> None:
-    for layer in engine._mxfp8_keeping:
+    for layer in engine._mxfp8.keeping:
         if "mxfp8_kept" in vars(layer) and (of_frozen or not _frozen(layer)):  # another conversion removes it
             layer.mxfp8_kept.clear()
 
@@ -176,10 +176,10 @@ def _after_step(of: "weakref.ref[DeepSpeedEngine]", *_: Any) -> None:
 
 def stop_keeping(engine: DeepSpeedEngine) -> None:
     """From now on, the engine's layers keep nothing."""
-    if engine._mxfp8_first_step is not None:  # no step was made
-        engine._mxfp8_first_step.end()
-    for layer in engine._mxfp8_keeping:
+    if isinstance(first := engine._mxfp8.after_step.get("first step"), _FirstStep):  # no step was made
+        first.end()
+    for layer in engine._mxfp8.keeping:
         vars(layer).pop("mxfp8_kept", None)
-    if engine._mxfp8_step_hook is not None:
-        engine._mxfp8_step_hook.remove()
-    engine._mxfp8_keeping, engine._mxfp8_step_hook = [], None
+    if engine._mxfp8.step_hook is not None:
+        engine._mxfp8.step_hook.remove()
+    engine._mxfp8.keeping, engine._mxfp8.step_hook = [], None

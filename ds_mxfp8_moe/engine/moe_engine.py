@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from ..checkpoint.engine_checkpoints import Checkpoints
 from ..checkpoint.saving import MARK, consolidated_state_dict, save_16bit_model
 from ..config import parse
 from ..layers.experts import expert_blocks
@@ -30,29 +29,14 @@ from .clipping import clip_whole_model, needs_whole_norm
 from .expert_groups import named_groups, split_experts, split_groups
 from .keeping import stop_keeping, weights_change
 from .spreading import spread_experts
+from .state import EngineState
 
 
 class MoEEngine(DeepSpeedEngine):
-    """A DeepSpeed engine of a model with MoE layers. hooks.py sets its attributes.
-
-    Attributes:
-        _mxfp8_steps: whether it does anything of ours around the optimizer's steps.
-        _mxfp8_keeping: layers that keep quantised weights.
-        _mxfp8_step_hook: of the optimizer, for them.
-        _mxfp8_checkpoints: its way of saving and loading. None: DeepSpeed's.
-        Others: what acts after each step, or None.
-    """
+    """A DeepSpeed engine of a model with MoE layers."""
 
     has_moe_layers: bool
-    _mxfp8_steps = False
-    _mxfp8_keeping: Any = ()
-    _mxfp8_step_hook: Any = None
-    _mxfp8_checkpoints: Checkpoints | None = None
-    _mxfp8_first_step: Any = None
-    _mxfp8_balancer: Any = None
-    _mxfp8_metrics: Any = None
-    _mxfp8_graphs: Any = None
-    _mxfp8_first_not_finite: Any = None
+    _mxfp8: EngineState
 
     # ------------------------------------------------------------ its start
 
@@ -102,14 +86,11 @@ class MoEEngine(DeepSpeedEngine):
     def _take_model_step(self, *args, **kwargs) -> None:
         """The optimizer's step. Errors of exchanges that the host did not wait for are raised before it."""
         with weights_change(self):
-            if not self._mxfp8_steps:
+            if not self._mxfp8.steps:
                 return super()._take_model_step(*args, **kwargs)
             PeerMemory.wait_and_check_all()
             super()._take_model_step(*args, **kwargs)
-            for part in (self._mxfp8_first_step, self._mxfp8_balancer, self._mxfp8_metrics, self._mxfp8_graphs,
-                         self._mxfp8_first_not_finite):
-                if part is not None:
-                    part.after_step()
+            self._mxfp8.end_step()
             if (routes := routes_of(self.module)) is not None:  # those that recomputations needed
                 routes.forget()
 
@@ -129,22 +110,22 @@ class MoEEngine(DeepSpeedEngine):
 
     def save_checkpoint(self, *args, **kwargs) -> Any:
         """As DeepSpeed's. It is whole or without effect, on all ranks alike."""
-        plain, ours = super().save_checkpoint, self._mxfp8_checkpoints
+        plain, ours = super().save_checkpoint, self._mxfp8.checkpoints
         return plain(*args, **kwargs) if ours is None else ours.save(plain, *args, **kwargs)
 
     def load_checkpoint(self, *args, **kwargs) -> Any:
         """As DeepSpeed's. It is whole or without effect, on all ranks alike."""
-        plain, ours = super().load_checkpoint, self._mxfp8_checkpoints
+        plain, ours = super().load_checkpoint, self._mxfp8.checkpoints
         with weights_change(self, of_frozen=True):
             return plain(*args, **kwargs) if ours is None else ours.load(plain, *args, **kwargs)
 
     def load_module_state_dict(self, checkpoint: dict, *args, **kwargs) -> None:
         """As DeepSpeed's, with this rank's frozen experts."""
-        plain, ours = super().load_module_state_dict, self._mxfp8_checkpoints
+        plain, ours = super().load_module_state_dict, self._mxfp8.checkpoints
         plain(checkpoint, *args, **kwargs) if ours is None else ours.load_module(plain, checkpoint, *args, **kwargs)
 
     def _copy_recovery_script(self, save_path: str) -> None:
-        plain, ours = super()._copy_recovery_script, self._mxfp8_checkpoints
+        plain, ours = super()._copy_recovery_script, self._mxfp8.checkpoints
         plain(save_path) if ours is None else ours.copy_scripts(plain, save_path)
 
     def save_16bit_model(self, *args, **kwargs) -> bool:
@@ -164,7 +145,8 @@ class MoEEngine(DeepSpeedEngine):
     def destroy(self) -> None:
         """As DeepSpeed's."""
         stop_keeping(self)
-        self._mxfp8_graphs = self._mxfp8_checkpoints = None
+        self._mxfp8.put("graphs", None)
+        self._mxfp8.checkpoints = None
         try:
             super().destroy()
         finally:
@@ -175,7 +157,7 @@ def make_moe_engine(engine: DeepSpeedEngine) -> None:
     """Makes an engine a MoEEngine, before its start or after it. A second call changes nothing."""
     if not isinstance(engine, MoEEngine):
         kind: Any = type(engine)
-        engine.__class__ = _subclass_of(kind)
+        engine.__class__, engine._mxfp8 = _subclass_of(kind), EngineState()
 
 
 @cache

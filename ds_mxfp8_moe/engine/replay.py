@@ -27,6 +27,7 @@ from ..layers.routes import Given, LayerRoutes, ModelRoutes, RecordedRoutes, rou
 from ..ops.private_names import missing
 from ..transport.deadline import answers_of_all, failure_in_world, tell_peers, tell_peers_on_error
 from .hooks import engine_of, model_of
+from .moe_engine import MoEEngine
 
 CHECK = "the check of routes"  # what ranks wait for
 
@@ -144,7 +145,7 @@ def _prepared(engine: torch.nn.Module, name: str) -> tuple[list[MXFP8Experts], l
         failure = failure_in_world(failure, CHECK)
     if failure:
         raise RuntimeError(f"{name}: {failure}")
-    if not getattr(engine_of(engine), "_mxfp8_steps", False):  # nothing tells of steps
+    if not isinstance(made := engine_of(engine), MoEEngine) or not made._mxfp8.steps:  # nothing tells of steps
         state.forget()
     for index, block in enumerate(of_moe.values()):
         block.mxfp8_chooses = True

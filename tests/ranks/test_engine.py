@@ -130,7 +130,7 @@ def ours_in(engine) -> list[str]:
     """What of ours acts on an engine's optimizer, weights and checkpoints, and whether it saves whole models."""
     kept = [layer for layer in converted_layers(engine.module) if layer.mxfp8_kept is not None]
     found = {"step hook": engine.basic_optimizer._optimizer_step_post_hooks, "kept weights": kept,
-             "checkpoints": engine._mxfp8_checkpoints, "whole models": MARK in vars(engine)}
+             "checkpoints": engine._mxfp8.checkpoints, "whole models": MARK in vars(engine)}
     return [name for name, one in found.items() if one]
 
 

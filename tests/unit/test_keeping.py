@@ -8,6 +8,7 @@ import pytest
 
 from ds_mxfp8_moe import convert
 from ds_mxfp8_moe.engine import keeping
+from ds_mxfp8_moe.engine.state import EngineState
 from ds_mxfp8_moe.layers.found import converted_layers
 from tests.support.small_model import Model
 
@@ -30,10 +31,10 @@ def test_the_threshold_counts_the_casts_that_are_made(monkeypatch, capsys, of_on
 
     monkeypatch.setattr(keeping, "min_tokens_per_expert", fewest)
     capsys.readouterr()
-    engine = SimpleNamespace(gradient_accumulation_steps=lambda: 4, _mxfp8_keeping=[])
+    engine = SimpleNamespace(gradient_accumulation_steps=lambda: 4, _mxfp8=EngineState())
     keeping._keep(engine, layers)
     assert [layer.mxfp8_settings.min_tokens_per_expert for layer in layers] == thresholds
     assert [layer.mxfp8_settings.choose_transport(None) for layer in layers] == transports
-    assert engine._mxfp8_keeping == (layers if said else [])
+    assert engine._mxfp8.keeping == (layers if said else [])
     printed = capsys.readouterr().out
     assert printed.endswith(said) and bool(printed) == bool(said)
