@@ -73,12 +73,12 @@ class OpenFFN(ExpertFFN):
         needed = grad_enabled and any(one.requires_grad for one in (x_TH, weight_TK, *flat))
         plan, call, projections = call.plan(expert_TK, x_TH, flat, needed)
         planned = _Planned(call, plan, call.kept(flat[count:], transposed=True))
-        projections = dict(zip(ROLES_OF, projections, strict=True))
+        by_name = dict(zip(ROLES_OF, projections, strict=True))
 
         def multiply(x_PK: torch.Tensor, name: str) -> torch.Tensor:
             layout, tensors = flattened({role: weights.get(role) for role in ROLES_OF[name]})
             i = 2 * call.adapted.index(name) if name in call.adapted else count
-            return _GroupedGEMM.apply(planned, projections[name], name, layout, x_PK, *factors[i:i + 2], *tensors)
+            return _GroupedGEMM.apply(planned, by_name[name], name, layout, x_PK, *factors[i:i + 2], *tensors)
 
         def call_model(function: Callable, x_PN: torch.Tensor) -> torch.Tensor:
             with torch.autocast(x_PN.device.type, dtype) if call.autocast else nullcontext():
