@@ -40,7 +40,7 @@ dtype. Their weights have gradients of their own, so that the experts' weights m
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from itertools import chain
@@ -71,8 +71,6 @@ class ExpertFFN:
 
     Attributes:
         min_tokens_per_expert: a call computes unquantised if the experts of the group get fewer tokens on average.
-        timed: `timed("dispatch")` and `timed("combine")` return context managers, which surround the exchanges of
-            forward. None times nothing.
         kept: the quantised weights of the layer, which calls share. None: every call quantises the weights.
         sum_of: tells in backward where a parameter's gradient goes, given the parameter and autograd's node that
             accumulates into its `grad`. Autograd gets a gradient that begins a sum, but none that is added to it.
@@ -86,15 +84,9 @@ class ExpertFFN:
     num_local_experts: int
     min_tokens_per_expert: float = 0
     name: str = "MoE layer"
-    timed: Callable[[str], AbstractContextManager] | None = None
     kept: KeptWeights | None = None
     sum_of: Callable[[torch.nn.Parameter, Node], Sum | None] | None = None
     training: bool = True
-
-    @property
-    def recorded_whole(self) -> bool:
-        """Whether a whole forward or backward is recorded. Else, what runs between two exchanges is."""
-        return self.transport.replayable and self.timed is None
 
     def has_few_tokens(self, expert_TK: torch.Tensor) -> bool:
         """Whether a call computes unquantised, if all ranks of the group have as many choices."""
@@ -175,7 +167,7 @@ class _ExpertFFNFunction(torch.autograd.Function):
     def forward(ctx, call, grad_enabled, expert_TK, x_TH, weight_TK, *tensors):
         # In forward, torch.is_grad_enabled() is always False, and needs_input_grad ignores torch.no_grad.
         backward, ffn = grad_enabled and any(ctx.needs_input_grad), call.ffn
-        if ffn.recorded_whole:
+        if ffn.transport.replayable:
             call = call.unquantized() if ffn.has_few_tokens(expert_TK) else call
             projections = call.projections(tensors, transposed=False)
             y_TH, rows, plan = _forward_whole(ffn.transport, ffn.num_local_experts, None, call.math, backward, x_TH,
@@ -183,7 +175,7 @@ class _ExpertFFNFunction(torch.autograd.Function):
         else:
             plan, call, projections = call.plan(expert_TK, x_TH, tensors, backward)
             y_TH, rows, _ = _forward(ffn.transport, ffn.num_local_experts, plan, call.math, backward, x_TH, expert_TK,
-                                     weight_TK, *projections, ffn.timed or nullcontext)
+                                     weight_TK, *projections)
         kept: list[torch.Tensor] = []
         tree = flatten((rows, plan), kept)
         # Autograd saves some other tensor than the parameter where activation checkpointing recomputes it.
@@ -204,7 +196,7 @@ class _ExpertFFNFunction(torch.autograd.Function):
             nodes = [node for node, _ in ctx.next_functions[-len(parameters):]]
             sums = _sums(ffn, call.layout, parameters, nodes, needs[2 + first:])
             projections = [one._replace(sums=tuple(map(sums.get, one.roles))) for one in projections]
-        run = _backward_whole if ffn.recorded_whole else _backward
+        run = _backward_whole if ffn.transport.replayable else _backward
         needed = roles_needed(call.layout, needs[2 + first:])
         dx_TH, dweight_TK, gradients = run(ffn.transport, call.math, needed, g_TH, plan, rows, *projections)
         adapters = {"up": gradients.up_adapter, "down": gradients.down_adapter}
@@ -220,18 +212,16 @@ def wire_of(recipe: Recipe, dtype: str) -> Wire:
 
 
 def _forward(transport: Transport, num_local_experts: int, plan: Any, math: ExpertMath, backward: bool,
-             x_TH: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor, up: Projection, down: Projection,
-             timed: Callable[[str], AbstractContextManager] = nullcontext) -> tuple[torch.Tensor, Rows, Any]:
+             x_TH: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor, up: Projection,
+             down: Projection) -> tuple[torch.Tensor, Rows, Any]:
     """The output y_TH, what backward needs, and the plan. `plan`: None makes it."""
     recipe = math.recipe
     if plan is None:
         plan = transport.plan(expert_TK, num_local_experts)
-    with timed("dispatch"):
-        arrived = transport.dispatch(plan, x_TH, wire_of(recipe, recipe.dispatch_fwd), weight_TK)
+    arrived = transport.dispatch(plan, x_TH, wire_of(recipe, recipe.dispatch_fwd), weight_TK)
     y_PH, rows = math.forward(*arrived, up, down, plan.group_ends_E, backward)
     del arrived  # which frees x_PH if no backward follows
-    with timed("combine"):
-        y_TH, _ = transport.combine(plan, y_PH, wire_of(recipe, recipe.combine_fwd), math.dtype)
+    y_TH, _ = transport.combine(plan, y_PH, wire_of(recipe, recipe.combine_fwd), math.dtype)
     return y_TH, rows, plan
 
 

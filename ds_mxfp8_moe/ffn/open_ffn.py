@@ -67,7 +67,7 @@ class OpenFFN(ExpertFFN):
 
     def _compute(self, call: Call, grad_enabled: bool, expert_TK: torch.Tensor, x_TH: torch.Tensor,
                  weight_TK: torch.Tensor, *flat: torch.Tensor) -> torch.Tensor:
-        formula, dtype, timed = self.formula, x_TH.dtype, self.timed or nullcontext
+        formula, dtype = self.formula, x_TH.dtype
         count = 2 * len(call.adapted)
         factors, weights = flat[:count], unflattened(call.layout, flat[count:])
         needed = grad_enabled and any(one.requires_grad for one in (x_TH, weight_TK, *flat))
@@ -84,8 +84,7 @@ class OpenFFN(ExpertFFN):
             with torch.autocast(x_PN.device.type, dtype) if call.autocast else nullcontext():
                 return function(x_PN.masked_fill(padding_P1, 1)).masked_fill(padding_P1, 0)
 
-        with timed("dispatch"):
-            x_PH, weight_P1, padding_P1 = _Dispatch.apply(planned, x_TH, weight_TK)
+        x_PH, weight_P1, padding_P1 = _Dispatch.apply(planned, x_TH, weight_TK)
         pre_PG = multiply(x_PH, "up")
         del x_PH
         if (bias_EG := _joined_biases(weights, "up")) is not None:
@@ -102,8 +101,7 @@ class OpenFFN(ExpertFFN):
             y_PH = y_PH + bias_PH * weight_P1 if weight_first else (y_PH + bias_PH).to(dtype)
         if not weight_first:
             y_PH = call_model(formula.after, y_PH) * weight_P1
-        with timed("combine"):
-            return _Combine.apply(planned, y_PH)
+        return _Combine.apply(planned, y_PH)
 
 
 def _joined_biases(weights: dict, name: str) -> torch.Tensor | None:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What libraries around DeepSpeed do with engines: generation while training, reference models, models in wrappers."""
 
+from unittest import mock
+
 import accelerate
 import deepspeed.comm as dist
 import pytest
@@ -100,6 +102,22 @@ def engines_one_after_the_other() -> list[list[float]]:
 def test_an_engine_after_a_destroyed_one_trains_alike(ranks2):
     for first, second in ranks2.run(engines_one_after_the_other):
         assert first == second
+
+
+def states_that_leave(leave: bool) -> list[float]:
+    """The losses of steps between which an engine's states leave the device, as while a policy generates."""
+    engine, losses = ds_mxfp8_moe.initialize(model=model(), config=ds_config(SECTION, 3))[0], []
+    for i in range(3):
+        losses += train_engine(engine, [i])
+        if leave:
+            with mock.patch("deepspeed.ops.adam.fused_adam.FusedAdam", torch.optim.SGD):  # which has no CPU build
+                engine.offload_states(pin_memory=False)
+            engine.reload_states()
+    return losses
+
+
+def test_states_leave_the_device_and_come_back(ranks2):
+    assert ranks2.run(states_that_leave, True) == ranks2.run(states_that_leave, False)
 
 
 def save_at_the_end(directory, stage: int) -> None:

@@ -5,7 +5,7 @@ ops stand for the kernels here."""
 import gc
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from unittest import mock
 
@@ -213,24 +213,6 @@ def test_what_a_call_depends_on_is_recorded_apart(one_rank):
         # Two numbers of tokens, with a backward and without; and the calls without tokens, which run in Python.
         forwards, backwards = 2 * 2 + 2 * 2, 3 + 2
         assert counts == {"plan": forwards, "combine": forwards + backwards}
-
-
-def test_timed_calls_are_recorded_in_steps(one_rank):
-    seen = []
-
-    def timed(phase):
-        seen.append(phase)
-        return nullcontext()
-
-    with launches_are(replayed=False):
-        wanted = one_call(*layer())
-    with launches_are(replayed=True), counted(*PARTS, CALLS) as counts:
-        for _ in range(3):
-            ffn, *given = layer()
-            ffn = ExpertFFN(ffn.formula, ffn.recipe, ffn.transport, ffn.num_local_experts, timed=timed)
-            assert equal(one_call(ffn, *given), wanted)
-    assert seen == ["dispatch", "combine"] * 3
-    assert counts == ONCE | {"quantize_weights": 4, "plan": 3, "combine": 6}
 
 
 def test_calls_without_a_recording_give_the_same_bits(one_rank, monkeypatch):
