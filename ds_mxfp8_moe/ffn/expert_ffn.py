@@ -54,7 +54,7 @@ from ..compute.recorded import flatten, recorded, unflatten
 from ..compute.routing import Routes
 from ..compute.sums import Sum
 from ..config import Recipe
-from ..transport import Transport, Wire
+from ..transport import RowFormat, Transport
 from ..transport.deadline import naming_evaluation, tell_peers
 from .call import Call, flattened, flattened_gradients, roles_needed, unflattened
 from .expert_math import ExpertMath, Gradients, Projection, Rows
@@ -206,9 +206,9 @@ class _ExpertFFNFunction(torch.autograd.Function):
         return None, None, None, *(grad if need else None for grad, need in zip(flat, needs, strict=True))
 
 
-def wire_of(recipe: Recipe, dtype: str) -> Wire:
+def row_format(recipe: Recipe, dtype: str) -> RowFormat:
     """The format in which rows of the config's `dtype`, "mxfp8" or "bf16", travel."""
-    return Wire(dtype == "mxfp8", recipe.block_size, recipe.scaling_mode)
+    return RowFormat(dtype == "mxfp8", recipe.block_size, recipe.scaling_mode)
 
 
 def _forward(transport: Transport, num_local_experts: int, plan: Any, math: ExpertMath, backward: bool,
@@ -218,10 +218,10 @@ def _forward(transport: Transport, num_local_experts: int, plan: Any, math: Expe
     recipe = math.recipe
     if plan is None:
         plan = transport.plan(expert_TK, num_local_experts)
-    arrived = transport.dispatch(plan, x_TH, wire_of(recipe, recipe.dispatch_fwd), weight_TK)
+    arrived = transport.dispatch(plan, x_TH, row_format(recipe, recipe.dispatch_fwd), weight_TK)
     y_PH, rows = math.forward(*arrived, up, down, plan.group_ends_E, backward)
     del arrived  # which frees x_PH if no backward follows
-    y_TH, _ = transport.combine(plan, y_PH, wire_of(recipe, recipe.combine_fwd), math.dtype)
+    y_TH, _ = transport.combine(plan, y_PH, row_format(recipe, recipe.combine_fwd), math.dtype)
     return y_TH, rows, plan
 
 
@@ -231,9 +231,9 @@ def _backward(transport: Transport, math: ExpertMath, needed: frozenset[str], g_
     recipe, ends_E, wants_ups = math.recipe, plan.group_ends_E, not needed.isdisjoint(up.roles)
     # The gradient of a combine is a dispatch, and the gradient of a dispatch a combine. Both take place even if this
     # rank needs no gradient of x: other ranks may need theirs.
-    dispatch_wire, combine_wire = wire_of(recipe, recipe.combine_bwd), wire_of(recipe, recipe.dispatch_bwd)
+    dispatch_format, combine_format = row_format(recipe, recipe.combine_bwd), row_format(recipe, recipe.dispatch_bwd)
     dpre = math.backward_to_dpre(
-        transport.dispatch(plan, g_TH.to(math.dtype), dispatch_wire, phase="dispatch of the gradient")[0], rows, up,
+        transport.dispatch(plan, g_TH.to(math.dtype), dispatch_format, phase="dispatch of the gradient")[0], rows, up,
         down, ends_E, needed)
     by_role = dpre.gradients.by_role
     ups_first = wants_ups and dpre.wgrad is not None and math.ups_first_takes_less(dpre, rows.x_PH.shape[1],
@@ -241,8 +241,9 @@ def _backward(transport: Transport, math: ExpertMath, needed: frozenset[str], g_
     if ups_first:
         by_role |= math.weight_gradients(dpre.wgrad, rows.x_PH, up, ends_E, needed, dpre.columns)
         dpre = dpre._replace(wgrad=None)
-    dx_TH, dweight_TK = transport.combine(plan, math.backward_to_dx(dpre.rows, dpre.low_PR, up, ends_E), combine_wire,
-                                          math.dtype, dpre.dweight_P, phase="combine of the gradient")
+    dx_TH, dweight_TK = transport.combine(
+        plan, math.backward_to_dx(dpre.rows, dpre.low_PR, up, ends_E), combine_format, math.dtype, dpre.dweight_P,
+        phase="combine of the gradient")
     if wants_ups and not ups_first:
         g = dpre.rows if dpre.wgrad is None else dpre.wgrad
         by_role |= math.weight_gradients(g, rows.x_PH, up, ends_E, needed, dpre.columns)

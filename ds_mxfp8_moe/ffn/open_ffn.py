@@ -28,7 +28,7 @@ from ..compute.mx import MXTensor
 from ..compute.recorded import flatten, unflatten
 from ..config import Recipe
 from .call import ROLES_OF, Call, flattened, flattened_gradients, roles_needed, unflattened
-from .expert_ffn import ExpertFFN, backward_of_call, wire_of
+from .expert_ffn import ExpertFFN, backward_of_call, row_format
 
 # Stands for a routing weight of 0 on its way to the experts, where 0 marks padding. The smallest normal float32.
 ZERO = torch.finfo(torch.float32).tiny
@@ -143,8 +143,8 @@ class _Dispatch(torch.autograd.Function):
     def forward(ctx, call, x_TH, weight_TK):
         ctx.ffn, ctx.call = call.ffn, call
         sent_TK = torch.where(weight_TK == 0, ZERO, weight_TK.float())
-        x_PH, weight_P = call.ffn.transport.dispatch(call.plan, x_TH, wire_of(call.recipe, call.recipe.dispatch_fwd),
-                                                     sent_TK)
+        x_PH, weight_P = call.ffn.transport.dispatch(
+            call.plan, x_TH, row_format(call.recipe, call.recipe.dispatch_fwd), sent_TK)
         weight_P1 = weight_P.unsqueeze(1)
         padding_P1 = weight_P1 == 0
         ctx.mark_non_differentiable(padding_P1)
@@ -155,7 +155,7 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx, g_PH, g_P1, _):
         call = ctx.call
         return None, *call.ffn.transport.combine(
-            call.plan, g_PH.contiguous(), wire_of(call.recipe, call.recipe.dispatch_bwd), call.dtype,
+            call.plan, g_PH.contiguous(), row_format(call.recipe, call.recipe.dispatch_bwd), call.dtype,
             g_P1.squeeze(1).contiguous(), phase="combine of the gradient")
 
 
@@ -166,14 +166,14 @@ class _Combine(torch.autograd.Function):
     def forward(ctx, call, y_PH):
         ctx.ffn, ctx.call = call.ffn, call
         return call.ffn.transport.combine(call.plan, y_PH.contiguous(),
-                                          wire_of(call.recipe, call.recipe.combine_fwd), call.dtype)[0]
+                                          row_format(call.recipe, call.recipe.combine_fwd), call.dtype)[0]
 
     @staticmethod
     @backward_of_call
     def backward(ctx, g_TH):
         call = ctx.call
         return None, call.ffn.transport.dispatch(
-            call.plan, g_TH.to(call.dtype), wire_of(call.recipe, call.recipe.combine_bwd),
+            call.plan, g_TH.to(call.dtype), row_format(call.recipe, call.recipe.combine_bwd),
             phase="dispatch of the gradient")[0]
 
 

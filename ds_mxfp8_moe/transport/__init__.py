@@ -21,7 +21,7 @@ ROW_ALIGNMENT = 128
 
 
 @dataclass(frozen=True)
-class Wire:
+class RowFormat:
     """The format of rows while they travel: their own dtype, or MXFP8."""
 
     mxfp8: bool
@@ -118,7 +118,7 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def dispatch(self, plan: Any, x_TH: torch.Tensor, wire: Wire, weight_TK: torch.Tensor | None = None,
+    def dispatch(self, plan: Any, x_TH: torch.Tensor, row_format: RowFormat, weight_TK: torch.Tensor | None = None,
                  phase: str = "dispatch") -> tuple:
         """Brings every token to the ranks of its experts, into expert-sorted, padded rows.
 
@@ -126,18 +126,18 @@ class Transport(ABC):
             weight_TK: a number for each choice, which travels with the token.
 
         Returns:
-            (x_PH, weight_P). x_PH: rows of x_TH's dtype, or an MXTensor where `wire` is MXFP8. Padding of a group is
-            zeros, and rows behind the last group may hold anything. weight_P: float32, 0 in both; None without
-            weight_TK.
+            (x_PH, weight_P). x_PH: rows of x_TH's dtype, or an MXTensor where `row_format` is MXFP8. Padding of a
+            group is zeros, and rows behind the last group may hold anything. weight_P: float32, 0 in both; None
+            without weight_TK.
         """
 
     @abstractmethod
-    def combine(self, plan: Any, y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype,
+    def combine(self, plan: Any, y_PH: torch.Tensor, row_format: RowFormat, dtype: torch.dtype,
                 weight_P: torch.Tensor | None = None, phase: str = "combine") -> tuple:
         """Brings expert-sorted rows back to their tokens and adds them up.
 
         Args:
-            dtype: of the result, and of rows that travel where `wire` is not MXFP8.
+            dtype: of the result, and of rows that travel where `row_format` is not MXFP8.
             weight_P: a float32 number for each row, which goes back to its choice.
 
         Returns:

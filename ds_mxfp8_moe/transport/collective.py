@@ -14,7 +14,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ..compute.routing import count
-from . import Plan, Transport, Wire
+from . import Plan, RowFormat, Transport
 from .deadline import all_to_all, check_same_calls, read_counts
 from .rows import (
     as_bytes,
@@ -93,16 +93,17 @@ class Collective(Transport):
                     recv_splits=recv_splits, send_token_S=to.row_S, sent_slot_WT=to.slot_WN,
                     group_ends_E=ends_E.to(torch.int32), slot_RK=slot_RK, source_P=source_P)
 
-    def dispatch(self, plan: Plan, x_TH: torch.Tensor, wire: Wire, weight_TK: torch.Tensor | None = None,
+    def dispatch(self, plan: Plan, x_TH: torch.Tensor, row_format: RowFormat, weight_TK: torch.Tensor | None = None,
                  phase: str = "dispatch") -> tuple:
-        message_S = pack(x_TH, wire, weight_TK, plan.send_token_S, plan.sent_slot_WT, plan.top_k)
+        message_S = pack(x_TH, row_format, weight_TK, plan.send_token_S, plan.sent_slot_WT, plan.top_k)
         message_R = self._exchange(message_S, plan.send_splits, plan.recv_splits, phase)
-        return expand(message_R, x_TH.shape[1], wire, x_TH.dtype, weight_TK is not None, plan.slot_RK, plan.source_P)
+        return expand(message_R, x_TH.shape[1], row_format, x_TH.dtype, weight_TK is not None, plan.slot_RK,
+                      plan.source_P)
 
-    def combine(self, plan: Plan, y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype,
+    def combine(self, plan: Plan, y_PH: torch.Tensor, row_format: RowFormat, dtype: torch.dtype,
                 weight_P: torch.Tensor | None = None, phase: str = "combine") -> tuple:
         weights = 0 if weight_P is None else plan.top_k
-        message_R = partial_sums(y_PH, wire, dtype, weight_P, plan.slot_RK)
+        message_R = partial_sums(y_PH, row_format, dtype, weight_P, plan.slot_RK)
         message_S = self._exchange(message_R, plan.recv_splits, plan.send_splits, phase)
-        y_TH, weight_TK = sums(message_S, y_PH.shape[1], wire, dtype, weights, plan.sent_slot_WT, plan.top_k)
+        y_TH, weight_TK = sums(message_S, y_PH.shape[1], row_format, dtype, weights, plan.sent_slot_WT, plan.top_k)
         return y_TH, weight_TK if weights else None

@@ -5,7 +5,7 @@
                 own rank's index there. That rank passes the bytes on, unchanged, to the experts' ranks of its node.
     combine     At the experts' rank, a token's rows are added in float32, in ascending choice. The sums go in float32
                 to the rank of the node through which the token came. That rank adds them in float32, in ascending
-                rank, and rounds once to the wire's format: to a dtype, or to MXFP8. The token's own rank adds what
+                rank, and rounds once to the row format: to a dtype, or to MXFP8. The token's own rank adds what
                 arrives in float32, in ascending node, and rounds once.
 
 What stays in a token's own node takes the same steps and is rounded alike. Scales, routing weights and expert ids
@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..compute.routing import count
-from . import Transport, Wire
+from . import RowFormat, Transport
 from .deadline import check_same_calls, read_counts
 from .hops import Hops
 from .rows import (
@@ -176,22 +176,23 @@ class Hierarchical(Transport):
             num_tokens=T, top_k=K, tokens_per_expert=tokens_of_group * K / (W * E), between=between, inside=inside,
             group_ends_E=ends_E.to(torch.int32), slot_RK=slot_RK, source_P=source_P)
 
-    def dispatch(self, plan: HierarchicalPlan, x_TH: torch.Tensor, wire: Wire, weight_TK: torch.Tensor | None = None,
-                 phase: str = "dispatch") -> tuple:
+    def dispatch(self, plan: HierarchicalPlan, x_TH: torch.Tensor, row_format: RowFormat,
+                 weight_TK: torch.Tensor | None = None, phase: str = "dispatch") -> tuple:
         tokens = plan.between.sends
-        message_C = pack(x_TH, wire, weight_TK, tokens.row_S, tokens.slot_WN, plan.top_k)
+        message_C = pack(x_TH, row_format, weight_TK, tokens.row_S, tokens.slot_WN, plan.top_k)
         message_L = self._cross(self.hops.between, message_C, plan.between, phase)
         message_R = self._cross(self.hops.inside, message_L, plan.inside, phase, row_S=plan.inside.sends.row_S)
-        return expand(message_R, x_TH.shape[1], wire, x_TH.dtype, weight_TK is not None, plan.slot_RK, plan.source_P)
+        return expand(message_R, x_TH.shape[1], row_format, x_TH.dtype, weight_TK is not None, plan.slot_RK,
+                      plan.source_P)
 
-    def combine(self, plan: HierarchicalPlan, y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype,
+    def combine(self, plan: HierarchicalPlan, y_PH: torch.Tensor, row_format: RowFormat, dtype: torch.dtype,
                 weight_P: torch.Tensor | None = None, phase: str = "combine") -> tuple:
         H, K, weights = y_PH.shape[1], plan.top_k, 0 if weight_P is None else plan.top_k
         message_R = partial_sums(y_PH, PLAIN, torch.float32, weight_P, plan.slot_RK)
         message_S = self._cross(self.hops.inside, message_R, plan.inside.back, phase)
-        message_L = pass_on(message_S, H, wire, dtype, weights, plan.inside.sends.slot_WN, K)
+        message_L = pass_on(message_S, H, row_format, dtype, weights, plan.inside.sends.slot_WN, K)
         message_C = self._cross(self.hops.between, message_L, plan.between.back, phase)
-        y_TH, weight_TK = sums(message_C, H, wire, dtype, weights, plan.between.sends.slot_WN, K)
+        y_TH, weight_TK = sums(message_C, H, row_format, dtype, weights, plan.between.sends.slot_WN, K)
         return y_TH, weight_TK if weights else None
 
 

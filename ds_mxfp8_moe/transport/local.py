@@ -16,7 +16,7 @@ from ..compute.mx import MXTensor
 from ..compute.routing import count
 from ..ops.device import has_kernels
 from ..ops.mx_format import MXParts
-from . import ROW_ALIGNMENT, Transport, Wire, padded, with_zero_row
+from . import ROW_ALIGNMENT, RowFormat, Transport, padded, with_zero_row
 
 
 class LocalPlan(NamedTuple):
@@ -90,21 +90,21 @@ class Local(Transport):
             return LocalPlan(*kernels.plan_rows(expert_TK.contiguous(), E, P))
         return LocalPlan(*plan_rows(expert_TK, E, P))
 
-    def dispatch(self, plan: LocalPlan, x_TH: torch.Tensor, wire: Wire, weight_TK: torch.Tensor | None = None,
-                 phase: str = "dispatch") -> tuple:
+    def dispatch(self, plan: LocalPlan, x_TH: torch.Tensor, row_format: RowFormat,
+                 weight_TK: torch.Tensor | None = None, phase: str = "dispatch") -> tuple:
         weight_TK = None if weight_TK is None else weight_TK.float().contiguous()
         if has_kernels(x_TH.device):
             from ..ops.triton_kernels import local as kernels
             x_PH, scale_BP, weight_P = kernels.dispatch_rows(
-                x_TH.detach(), weight_TK, plan.slot_TK, plan.source_P, wire.block_size if wire.mxfp8 else 0,
-                wire.scaling_mode)
-            if wire.mxfp8:
-                x_PH = MXTensor.of(MXParts(x_PH, scale_BP.t(), wire.block_size), x_TH.dtype)
+                x_TH.detach(), weight_TK, plan.slot_TK, plan.source_P,
+                row_format.block_size if row_format.mxfp8 else 0, row_format.scaling_mode)
+            if row_format.mxfp8:
+                x_PH = MXTensor.of(MXParts(x_PH, scale_BP.t(), row_format.block_size), x_TH.dtype)
             return x_PH, weight_P
-        if wire.mxfp8:
-            mx_TH = casts.quantize(x_TH, wire.block_size, wire.scaling_mode)
+        if row_format.mxfp8:
+            mx_TH = casts.quantize(x_TH, row_format.block_size, row_format.scaling_mode)
             data, scale = (self._expanded(plan, part.view(torch.uint8)) for part in (mx_TH.qdata, mx_TH.scale_bytes))
-            x_PH = MXTensor.of(MXParts(data.view(torch.float8_e4m3fn), scale, wire.block_size), x_TH.dtype)
+            x_PH = MXTensor.of(MXParts(data.view(torch.float8_e4m3fn), scale, row_format.block_size), x_TH.dtype)
         else:
             x_PH = self._expanded(plan, x_TH)
         if weight_TK is None:
@@ -115,18 +115,18 @@ class Local(Transport):
         token_P = plan.source_P.div(plan.top_k, rounding_mode="floor")
         return with_zero_row(x_TN).index_select(0, token_P)
 
-    def combine(self, plan: LocalPlan, y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype,
+    def combine(self, plan: LocalPlan, y_PH: torch.Tensor, row_format: RowFormat, dtype: torch.dtype,
                 weight_P: torch.Tensor | None = None, phase: str = "combine") -> tuple:
         if has_kernels(y_PH.device):
             from ..ops.triton_kernels import local as kernels
-            return kernels.combine_rows(y_PH, weight_P, plan.slot_TK, dtype, wire.block_size if wire.mxfp8 else 0,
-                                        wire.scaling_mode)
+            return kernels.combine_rows(y_PH, weight_P, plan.slot_TK, dtype,
+                                        row_format.block_size if row_format.mxfp8 else 0, row_format.scaling_mode)
         y_PH = with_zero_row(y_PH)
         y_TH = y_PH.new_zeros((plan.num_tokens, y_PH.shape[1]), dtype=torch.float32)
         for slot_T in plan.slot_TK.unbind(1):
             y_TH += y_PH.index_select(0, slot_T)
-        if wire.mxfp8:
-            y_TH = casts.quantize(y_TH, wire.block_size, wire.scaling_mode).dequantize()
+        if row_format.mxfp8:
+            y_TH = casts.quantize(y_TH, row_format.block_size, row_format.scaling_mode).dequantize()
         y_TH = (0.0 + y_TH.to(dtype).float()).to(dtype)  # as other transports round; -0 becomes 0
         if weight_P is None:
             return y_TH, None

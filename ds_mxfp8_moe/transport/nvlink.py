@@ -23,7 +23,7 @@ import torch
 
 from ..compute.mx import MXTensor
 from ..ops.mx_format import MXParts
-from . import ROW_ALIGNMENT, Transport, Wire, padded, room_for
+from . import ROW_ALIGNMENT, RowFormat, Transport, padded, room_for
 from .kernel_reports import KINDS
 from .peer_memory import PeerMemory, dense
 
@@ -238,11 +238,12 @@ class NVLink(Transport):
                    memory.stream())
         return {"num_rows": room, "tokens_per_expert": T * K / E}
 
-    def _rows(self, plan: NVLinkPlan, kind: str, H: int, dtype: torch.dtype, wire: Wire, weights: bool, phase: str):
+    def _rows(self, plan: NVLinkPlan, kind: str, H: int, dtype: torch.dtype, row_format: RowFormat, weights: bool,
+              phase: str):
         """The kernels' struct `Rows` for one exchange: that of the plan, and where the exchange's data lie."""
         memory, where = self.memory, self._where(phase)
         memory.reports.check()
-        block = wire.block_size if wire.mxfp8 else 0
+        block = row_format.block_size if row_format.mxfp8 else 0
         scale_row = -(-H // (block * 16)) * 16 if block else 0
         data_row = H if block else H * dtype.itemsize
         data_at, scale_at, weight_at, end = regions(plan.most_rows, data_row, scale_row,
@@ -250,19 +251,19 @@ class NVLink(Transport):
         memory.reserve(end, where)
         group = memory.begin(signature(kind, where, H, block or str(dtype), weights, plan.top_k), where)
         return memory.extension.Rows(plan.rows, group=group, data_at=data_at, scale_at=scale_at, weight_at=weight_at,
-                                     H=H, block=block, floor=wire.scaling_mode == "floor", scale_row=scale_row,
+                                     H=H, block=block, floor=row_format.scaling_mode == "floor", scale_row=scale_row,
                                      weights=weights)
 
-    def dispatch(self, plan: NVLinkPlan, x_TH: torch.Tensor, wire: Wire, weight_TK: torch.Tensor | None = None,
-                 phase: str = "dispatch") -> tuple:
+    def dispatch(self, plan: NVLinkPlan, x_TH: torch.Tensor, row_format: RowFormat,
+                 weight_TK: torch.Tensor | None = None, phase: str = "dispatch") -> tuple:
         """See Transport. MXFP8 scales of blocks of 128 are a view of K-block-major memory."""
         x_TH = dense(x_TH)
-        (_, H), P, block, device = x_TH.shape, plan.num_rows, wire.block_size, x_TH.device
-        rows = self._rows(plan, "dispatch", H, x_TH.dtype, wire, weight_TK is not None, phase)
-        out_PH = torch.empty((P, H), dtype=torch.float8_e4m3fn if wire.mxfp8 else x_TH.dtype, device=device)
+        (_, H), P, block, device = x_TH.shape, plan.num_rows, row_format.block_size, x_TH.device
+        rows = self._rows(plan, "dispatch", H, x_TH.dtype, row_format, weight_TK is not None, phase)
+        out_PH = torch.empty((P, H), dtype=torch.float8_e4m3fn if row_format.mxfp8 else x_TH.dtype, device=device)
         scale = weight_P = None
         wanted = {}
-        if wire.mxfp8:
+        if row_format.mxfp8:
             blocks = -(-H // block)
             strides = (1, P) if block == 128 else (blocks, 1)
             scale = torch.empty_strided((P, blocks), strides, dtype=torch.uint8, device=device)
@@ -276,9 +277,9 @@ class NVLink(Transport):
                                   group_ends_E=plan.group_ends_E.data_ptr(), group_sizes_E=plan.group_sizes_E,
                                   local_experts=plan.group_ends_E.shape[0], **wanted),
                      self._multiprocessors, memory.stream())
-        return MXTensor.of(MXParts(out_PH, scale, block), x_TH.dtype) if wire.mxfp8 else out_PH, weight_P
+        return MXTensor.of(MXParts(out_PH, scale, block), x_TH.dtype) if row_format.mxfp8 else out_PH, weight_P
 
-    def combine(self, plan: NVLinkPlan, y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype,
+    def combine(self, plan: NVLinkPlan, y_PH: torch.Tensor, row_format: RowFormat, dtype: torch.dtype,
                 weight_P: torch.Tensor | None = None, phase: str = "combine") -> tuple:
         memory, ext, device = self.memory, self.memory.extension, y_PH.device
         if y_PH.dtype not in (dtype, torch.float32):
@@ -286,7 +287,7 @@ class NVLink(Transport):
                             f"{dtype} or torch.float32")
         y_PH = dense(y_PH)
         H = y_PH.shape[1]
-        rows = self._rows(plan, "combine", H, dtype, wire, weight_P is not None, phase)
+        rows = self._rows(plan, "combine", H, dtype, row_format, weight_P is not None, phase)
         out_TH = torch.empty((plan.num_tokens, H), dtype=dtype, device=device)
         weight_TK = None
         weights = {}

@@ -16,9 +16,9 @@ from ..compute import casts
 from ..compute.mx import MXTensor
 from ..ops.device import has_kernels
 from ..ops.mx_format import MXParts
-from . import Wire, padded, room_for, with_zero_row
+from . import RowFormat, padded, room_for, with_zero_row
 
-PLAIN = Wire(mxfp8=False)
+PLAIN = RowFormat(mxfp8=False)
 
 
 class Numbered(NamedTuple):
@@ -122,10 +122,10 @@ def as_bytes(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(-1).view(torch.uint8).view(x.shape[0], -1)
 
 
-def _sizes(hidden: int, wire: Wire, dtype: torch.dtype, weights: int) -> tuple[int, int, int]:
+def _sizes(hidden: int, row_format: RowFormat, dtype: torch.dtype, weights: int) -> tuple[int, int, int]:
     """Bytes of a row's data and of its scales, and its number of weights."""
-    if wire.mxfp8:
-        return hidden, -(-hidden // wire.block_size), weights
+    if row_format.mxfp8:
+        return hidden, -(-hidden // row_format.block_size), weights
     return hidden * dtype.itemsize, 0, weights
 
 
@@ -136,12 +136,12 @@ def _split(message: torch.Tensor, sizes: tuple) -> tuple:
     return tuple(with_zero_row(part) for part in message.split([data, scale, 4 * weights], dim=1))
 
 
-def _mx(data: torch.Tensor, scale: torch.Tensor, wire: Wire, dtype: torch.dtype) -> MXTensor:
-    return MXTensor.of(MXParts(data.view(torch.float8_e4m3fn), scale, wire.block_size), dtype)
+def _mx(data: torch.Tensor, scale: torch.Tensor, row_format: RowFormat, dtype: torch.dtype) -> MXTensor:
+    return MXTensor.of(MXParts(data.view(torch.float8_e4m3fn), scale, row_format.block_size), dtype)
 
 
-def pack(x_NH: torch.Tensor, wire: Wire, weight_NK: torch.Tensor | None, row_S: torch.Tensor, slot_WN: torch.Tensor,
-         top_k: int) -> torch.Tensor:
+def pack(x_NH: torch.Tensor, row_format: RowFormat, weight_NK: torch.Tensor | None, row_S: torch.Tensor,
+         slot_WN: torch.Tensor, top_k: int) -> torch.Tensor:
     """The message of rows on their way. Each row of x is quantised once, however often it is sent.
 
     Args:
@@ -151,56 +151,57 @@ def pack(x_NH: torch.Tensor, wire: Wire, weight_NK: torch.Tensor | None, row_S: 
     """
     if runs_kernels(x_NH.device, x_NH.shape[1]):
         from ..ops.triton_kernels import permute
-        return permute.pack_rows(*_fields(x_NH, wire, weight_NK), slot_WN, row_S.shape[0], top_k)  # type: ignore[call-arg]
-    return _joined(x_NH, wire, weight_NK).index_select(0, row_S)
+        fields = _fields(x_NH, row_format, weight_NK)
+        return permute.pack_rows(*fields, slot_WN, row_S.shape[0], top_k)  # type: ignore[call-arg]
+    return _joined(x_NH, row_format, weight_NK).index_select(0, row_S)
 
 
-def _fields(x_NH: torch.Tensor, wire: Wire, weight_NK: torch.Tensor | None) -> tuple:
+def _fields(x_NH: torch.Tensor, row_format: RowFormat, weight_NK: torch.Tensor | None) -> tuple:
     """Data, scales and weights of rows as they travel. None: they have none."""
     weight_NK = None if weight_NK is None else weight_NK.float()
-    if not wire.mxfp8:
+    if not row_format.mxfp8:
         return x_NH, None, weight_NK
-    mx_NH = casts.quantize(x_NH, wire.block_size, wire.scaling_mode)
+    mx_NH = casts.quantize(x_NH, row_format.block_size, row_format.scaling_mode)
     return mx_NH.qdata, mx_NH.scale_bytes, weight_NK
 
 
-def _joined(x_NH: torch.Tensor, wire: Wire, weight_NK: torch.Tensor | None) -> torch.Tensor:
+def _joined(x_NH: torch.Tensor, row_format: RowFormat, weight_NK: torch.Tensor | None) -> torch.Tensor:
     """Rows as a plain message."""
-    return torch.cat([as_bytes(part) for part in _fields(x_NH, wire, weight_NK) if part is not None], dim=1)
+    return torch.cat([as_bytes(part) for part in _fields(x_NH, row_format, weight_NK) if part is not None], dim=1)
 
 
-def expand(message_R: torch.Tensor, hidden: int, wire: Wire, dtype: torch.dtype, weights: bool,
+def expand(message_R: torch.Tensor, hidden: int, row_format: RowFormat, dtype: torch.dtype, weights: bool,
            slot_RK: torch.Tensor, source_P: torch.Tensor) -> tuple:
     """What `Transport.dispatch` returns, out of the message that arrived.
 
     Kernels give an MXFP8 result's scales as a view of K-block-major memory, as GEMMs read them.
 
     Args:
-        hidden, wire, dtype, weights: of the rows that were packed.
+        hidden, row_format, dtype, weights: of the rows that were packed.
     """
     K = slot_RK.shape[1]
-    sizes = _sizes(hidden, wire, dtype, K if weights else 0)
+    sizes = _sizes(hidden, row_format, dtype, K if weights else 0)
     if runs_kernels(message_R.device, hidden):
         from ..ops.triton_kernels import message, permute  # Triton exists on Linux alone
         data, scale, weight = message.unpack_rows(message_R, *sizes)
         x_PH, scale_BP, weight_P = permute.expand_rows(data, scale, weight, slot_RK, source_P)
-        x_PH = _mx(x_PH, scale_BP.t(), wire, dtype) if wire.mxfp8 else x_PH.view(dtype)
+        x_PH = _mx(x_PH, scale_BP.t(), row_format, dtype) if row_format.mxfp8 else x_PH.view(dtype)
         return x_PH, weight_P if weights else None
     data, scale, weight = _split(message_R, sizes)
     row_P = source_P.div(K, rounding_mode="floor")
     x_PH = data.index_select(0, row_P)
-    x_PH = _mx(x_PH, scale.index_select(0, row_P), wire, dtype) if wire.mxfp8 else x_PH.view(dtype)
+    x_PH = _mx(x_PH, scale.index_select(0, row_P), row_format, dtype) if row_format.mxfp8 else x_PH.view(dtype)
     return x_PH, weight.view(torch.float32).view(-1).index_select(0, source_P) if weights else None
 
 
-def partial_sums(y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype, weight_P: torch.Tensor | None,
+def partial_sums(y_PH: torch.Tensor, row_format: RowFormat, dtype: torch.dtype, weight_P: torch.Tensor | None,
                  slot_RK: torch.Tensor) -> torch.Tensor:
     """The message of sums on their way back: of each received row's outputs, in float32 in ascending choice, rounded
     once. `weight_P` goes back to its choices beside it."""
     if runs_kernels(y_PH.device, y_PH.shape[1]):
         from ..ops.triton_kernels import unpermute
-        return unpermute.combine_rows(y_PH, weight_P, slot_RK, dtype, wire.block_size if wire.mxfp8 else 0,
-                                      wire.scaling_mode)
+        return unpermute.combine_rows(y_PH, weight_P, slot_RK, dtype, row_format.block_size if row_format.mxfp8 else 0,
+                                      row_format.scaling_mode)
     H = y_PH.shape[1]
     y_PH = with_zero_row(y_PH)
     partial_RH = y_PH.new_zeros((slot_RK.shape[0], H), dtype=torch.float32)
@@ -209,30 +210,30 @@ def partial_sums(y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype, weight_P: t
     weight_RK = None
     if weight_P is not None:
         weight_RK = with_zero_row(weight_P.view(-1, 1)).index_select(0, slot_RK.view(-1)).view(slot_RK.shape)
-    return _joined(partial_RH if wire.mxfp8 else partial_RH.to(dtype), wire, weight_RK)
+    return _joined(partial_RH if row_format.mxfp8 else partial_RH.to(dtype), row_format, weight_RK)
 
 
-def pass_on(message_S: torch.Tensor, hidden: int, wire: Wire, dtype: torch.dtype, weights: int,
+def pass_on(message_S: torch.Tensor, hidden: int, row_format: RowFormat, dtype: torch.dtype, weights: int,
             slot_WN: torch.Tensor, top_k: int) -> torch.Tensor:
-    """The message of sums that go on: of float32 rows as `sums` adds them, rounded once to the wire's format.
+    """The message of sums that go on: of float32 rows as `sums` adds them, rounded once to the row format.
 
     Args:
-        wire, dtype: of the result.
+        row_format, dtype: of the result.
     """
     if runs_kernels(message_S.device, hidden):
         from ..ops.triton_kernels import unpermute
         return unpermute.pass_on_rows(message_S, slot_WN, hidden, weights, top_k, dtype,
-                                      wire.block_size if wire.mxfp8 else 0, wire.scaling_mode)
+                                      row_format.block_size if row_format.mxfp8 else 0, row_format.scaling_mode)
     sum_NH, weight_NK = sums(message_S, hidden, PLAIN, torch.float32, weights, slot_WN, top_k)
-    return _joined(sum_NH if wire.mxfp8 else sum_NH.to(dtype), wire, weight_NK if weights else None)
+    return _joined(sum_NH if row_format.mxfp8 else sum_NH.to(dtype), row_format, weight_NK if weights else None)
 
 
-def sums(message_S: torch.Tensor, hidden: int, wire: Wire, dtype: torch.dtype, weights: int,
+def sums(message_S: torch.Tensor, hidden: int, row_format: RowFormat, dtype: torch.dtype, weights: int,
          slot_WN: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Adds up what came back for each of the N rows that were sent: in float32, in ascending rank, rounded once.
 
     Args:
-        hidden, wire, dtype: of the rows that come back. The result has the same dtype.
+        hidden, row_format, dtype: of the rows that come back. The result has the same dtype.
         weights: numbers beside each row: K or 0.
         top_k: how often a row was sent at most.
 
@@ -242,9 +243,9 @@ def sums(message_S: torch.Tensor, hidden: int, wire: Wire, dtype: torch.dtype, w
     if runs_kernels(message_S.device, hidden):
         from ..ops.triton_kernels import unpermute
         return unpermute.sum_rows(message_S, slot_WN, hidden, weights, top_k, dtype,
-                                  wire.block_size if wire.mxfp8 else 0)
-    data, scale, weight = _split(message_S, _sizes(hidden, wire, dtype, weights))
-    rows_SH = _mx(data, scale, wire, torch.float32).dequantize() if wire.mxfp8 else data.view(dtype)
+                                  row_format.block_size if row_format.mxfp8 else 0)
+    data, scale, weight = _split(message_S, _sizes(hidden, row_format, dtype, weights))
+    rows_SH = _mx(data, scale, row_format, torch.float32).dequantize() if row_format.mxfp8 else data.view(dtype)
     y_NH = rows_SH.new_zeros((slot_WN.shape[1], hidden), dtype=torch.float32)
     weight_NK = rows_SH.new_zeros((slot_WN.shape[1], weights), dtype=torch.float32)
     for slot_N in slot_WN:

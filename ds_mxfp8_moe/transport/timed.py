@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from . import Transport, Wire
+from . import RowFormat, Transport
 
 
 class Timed(Transport):
@@ -45,18 +45,18 @@ class Timed(Transport):
         self._plans.append((begin, ends[0] if ends else _now(expert_TK.device)))
         return plan
 
-    def dispatch(self, plan: Any, x_TH: torch.Tensor, wire: Wire, weight_TK: torch.Tensor | None = None,
+    def dispatch(self, plan: Any, x_TH: torch.Tensor, row_format: RowFormat, weight_TK: torch.Tensor | None = None,
                  phase: str = "dispatch") -> tuple:
         begin = _now(x_TH.device)
-        result = self.transport.dispatch(plan, x_TH, wire, weight_TK, phase)
+        result = self.transport.dispatch(plan, x_TH, row_format, weight_TK, phase)
         if phase == "dispatch":
             self._exchanges.append((begin, _now(x_TH.device)))
         return result
 
-    def combine(self, plan: Any, y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype,
+    def combine(self, plan: Any, y_PH: torch.Tensor, row_format: RowFormat, dtype: torch.dtype,
                 weight_P: torch.Tensor | None = None, phase: str = "combine") -> tuple:
         begin = _now(y_PH.device)
-        result = self.transport.combine(plan, y_PH, wire, dtype, weight_P, phase)
+        result = self.transport.combine(plan, y_PH, row_format, dtype, weight_P, phase)
         if phase == "combine":
             self._exchanges.append((begin, _now(y_PH.device)))
         return result

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from ds_mxfp8_moe.compute.mx import MXTensor
-from ds_mxfp8_moe.transport import Wire
+from ds_mxfp8_moe.transport import RowFormat
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.deadline import GRACE_SECONDS, PeerError, tell_peers_on_error
 from tests.support.rank_pool import set_timeout
 
 DEADLINE = timedelta(seconds=12)
-WIRE = Wire(mxfp8=True, block_size=32, scaling_mode="rceil")
+WIRE = RowFormat(mxfp8=True, block_size=32, scaling_mode="rceil")
 
 
 def exchange_once(exchange: Collective) -> None:

@@ -58,13 +58,13 @@ SECONDS = 240.0  # of a case: the first one builds the extension
 CYCLES_PER_MS = 2_000_000
 
 CASES = PROBLEMS | OF_KERNELS | {
-    "one block of 32": Problem(hidden=32, wire=MX128),
-    "odd count of blocks": Problem(hidden=32 * 11, wire=MX32),
-    "hidden 2048": Problem(hidden=2048, top_k=6, local_experts=8, wire=MX128),
-    "hidden 7168": Problem(hidden=7168, top_k=8, local_experts=8, wire=MX128),
+    "one block of 32": Problem(hidden=32, row_format=MX128),
+    "odd count of blocks": Problem(hidden=32 * 11, row_format=MX32),
+    "hidden 2048": Problem(hidden=2048, top_k=6, local_experts=8, row_format=MX128),
+    "hidden 7168": Problem(hidden=7168, top_k=8, local_experts=8, row_format=MX128),
     "hidden 7168, plain": Problem(hidden=7168, top_k=8, local_experts=8),
     "staging grows": Problem(tokens=(900, 1100, 700, 1000, 500, 600, 800, 400), hidden=2080, dtype=FP32, top_k=6),
-    "many chunks": Problem(tokens=(4097, 3000, 0, 5003, 100, 2000, 900, 4096), hidden=64, wire=MX128),
+    "many chunks": Problem(tokens=(4097, 3000, 0, 5003, 100, 2000, 900, 4096), hidden=64, row_format=MX128),
 }
 
 
@@ -124,10 +124,11 @@ class Delayed(NVLink):
         return super().combine(*args, **kwargs)
 
 
-STRESSED = [Problem(wire=MX128, top_k=4), Problem(), Problem(routing="skewed", wire=MX32, hidden=160),
-            Problem(routing="dropped", hidden=2048, top_k=6, wire=MX128),
+STRESSED = [Problem(row_format=MX128, top_k=4), Problem(), Problem(routing="skewed", row_format=MX32, hidden=160),
+            Problem(routing="dropped", hidden=2048, top_k=6, row_format=MX128),
             Problem(tokens=(0, 9, 1, 0, 3, 0, 0, 2), top_k=1),
-            Problem(tokens=(1300, 700, 90, 2000, 0, 400, 4, 900), hidden=512, top_k=3, local_experts=8, wire=MX128)]
+            Problem(tokens=(1300, 700, 90, 2000, 0, 400, 4, 900), hidden=512, top_k=3, local_experts=8,
+                    row_format=MX128)]
 
 
 def stress(repetitions: int) -> None:
@@ -139,8 +140,8 @@ def stress(repetitions: int) -> None:
     exchange = Delayed(memory(), "stress", delays=random.Random(rank))
     wanted = []
     for case in STRESSED:
-        there, back = (expected(dataclasses.replace(case, wire=wire), rank, world) for wire in
-                       (case.wire, dataclasses.replace(case.wire, mxfp8=not case.wire.mxfp8)))
+        there, back = (expected(dataclasses.replace(case, row_format=wire), rank, world) for wire in
+                       (case.row_format, dataclasses.replace(case.row_format, mxfp8=not case.row_format.mxfp8)))
         end = there["end"]
         want = {"x": there["x"][:end], "weight": there["weight"], "y": there["y"], "number": there["number"],
                 "g": back["x"][:end], "grad": back["y"], "grad_number": back["number"]}
@@ -151,10 +152,10 @@ def stress(repetitions: int) -> None:
     for _ in range(repetitions):
         want = order.choice(wanted)
         case, (expert_TK, x_TH, weight_TK, y_PH, number_P) = want["case"], want["on_device"]
-        back = dataclasses.replace(case.wire, mxfp8=not case.wire.mxfp8)
+        back = dataclasses.replace(case.row_format, mxfp8=not case.row_format.mxfp8)
         plan, got = exchange.plan(expert_TK, case.local_experts), {}
-        got["x"], got["weight"] = exchange.dispatch(plan, x_TH, case.wire, weight_TK)
-        got["y"], got["number"] = exchange.combine(plan, y_PH, case.wire, case.dtype, number_P)
+        got["x"], got["weight"] = exchange.dispatch(plan, x_TH, case.row_format, weight_TK)
+        got["y"], got["number"] = exchange.combine(plan, y_PH, case.row_format, case.dtype, number_P)
         got["g"], _ = exchange.dispatch(plan, x_TH, back)
         got["grad"], got["grad_number"] = exchange.combine(plan, y_PH, back, case.dtype, number_P)
         got |= {key: until(got[key], want["end"]) for key in ("x", "g")}
@@ -186,14 +187,14 @@ def on_two_streams() -> None:
     plan = exchange.plan(expert_TK, case.local_experts)
     end = int(plan.group_ends_E[-1])
     both = x_TH, x_TH.roll(1, dims=0)
-    want = [exchange.dispatch(plan, x, case.wire, weight_TK)[0].cpu() for x in both]
+    want = [exchange.dispatch(plan, x, case.row_format, weight_TK)[0].cpu() for x in both]
     torch.cuda.synchronize()
     got = []
     for i, x in enumerate(both):
         with torch.cuda.stream(torch.cuda.Stream()):
             if i == 0 and dist.get_rank() == 0:
                 torch.cuda._sleep(100 * CYCLES_PER_MS)
-            got.append(exchange.dispatch(plan, x, case.wire, weight_TK)[0])
+            got.append(exchange.dispatch(plan, x, case.row_format, weight_TK)[0])
     torch.cuda.synchronize()
     memory().reports.check()
     for i, (a, b) in enumerate(zip(want, got, strict=True)):
@@ -218,7 +219,7 @@ def failing(phase: str) -> tuple | None:
     """The GPU still works afterwards, and so does the group of all cases."""
     told = cases.failing(phase, Problem(tokens=(40, ) * 8), with_deadline())
     assert (torch.ones(1000, device="cuda") * 2).sum().item() == 2000
-    check_case(Problem(wire=MX128), times=1)
+    check_case(Problem(row_format=MX128), times=1)
     return told
 
 
@@ -314,9 +315,9 @@ def test_what_does_not_fit_in_a_replay_raises_before_the_step(pool):
 DROPPING = {"capacity_factor": 1.0, "on_overflow": "drop"}
 
 
-@pytest.mark.parametrize("change", [{}, {"wire": MX128, "dtype": FP32}, {"hidden": 2048, "wire": MX32},
+@pytest.mark.parametrize("change", [{}, {"row_format": MX128, "dtype": FP32}, {"hidden": 2048, "row_format": MX32},
                                     {"local_experts": 3, "routing": "one rank", "top_k": 3},
-                                    {"local_experts": 4, "routing": "skewed", "top_k": 4, "wire": MX128},
+                                    {"local_experts": 4, "routing": "skewed", "top_k": 4, "row_format": MX128},
                                     {"local_experts": 1, "tokens": (5000, ) * 8}], ids=str)
 def test_rows_that_do_not_fit_are_dropped(pool, change):
     case = Problem(**{"tokens": (400, ) * 8, "top_k": 2, "local_experts": 1, "routing": "one expert"} | change)

@@ -7,7 +7,7 @@ import torch
 
 from ds_mxfp8_moe.ops.triton_kernels import local, permute
 from ds_mxfp8_moe.transport.local import Local
-from tests.support.permute_cases import MX32, PLAIN, PROBLEMS, WIRES, Problem, bits, check_exchange
+from tests.support.permute_cases import FORMATS, MX32, PLAIN, PROBLEMS, Problem, bits, check_exchange
 from tests.support.slow import slow_except
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -21,13 +21,13 @@ def test_same_bits_as_the_plain_path(name):
 SIZES = {2880: 4, 7168: 8, 768: 12, 5120: 40}  # hidden size and number of ranks
 
 
-# Each wire and each size once.
-@pytest.mark.parametrize("wire, hidden, ranks", slow_except(
-    [(wire, *sizes) for wire in WIRES for sizes in SIZES.items()],
-    *((wire, *sizes) for wire, sizes in zip(WIRES, SIZES.items(), strict=True))))
-def test_real_sizes(wire, hidden, ranks):
+# Each row_format and each size once.
+@pytest.mark.parametrize("row_format, hidden, ranks", slow_except(
+    [(row_format, *sizes) for row_format in FORMATS for sizes in SIZES.items()],
+    *((row_format, *sizes) for row_format, sizes in zip(FORMATS, SIZES.items(), strict=True))))
+def test_real_sizes(row_format, hidden, ranks):
     check_exchange("cuda", Problem((300, ) * (ranks - 1) + (511, ), top_k=8, local_experts=8, hidden=hidden,
-                                   wire=WIRES[wire], not_finite=True, routing="dropped"))
+                                   row_format=FORMATS[row_format], not_finite=True, routing="dropped"))
 
 
 def test_rows_that_do_not_lie_at_multiples_of_16_bytes():
@@ -55,16 +55,16 @@ def test_more_than_2_to_the_31_values():
     assert torch.equal(out[-128:], y[-128:].float()) and not out[:-128].any()
 
 
-@pytest.mark.parametrize("wire", [PLAIN, MX32])
-def test_in_a_cuda_graph(wire):
+@pytest.mark.parametrize("row_format", [PLAIN, MX32])
+def test_in_a_cuda_graph(row_format):
     expert, x, weight = (t.cuda() for t in Problem((200, ), top_k=4, hidden=512).inputs()[0])
     transport = Local()
 
     def both():
         plan = transport.plan(expert, 4)
-        x_PH, weight_P = transport.dispatch(plan, x, wire, weight)
-        y_PH = x_PH.dequantize() if wire.mxfp8 else x_PH
-        return x_PH, *transport.combine(plan, y_PH, wire, BF16, weight_P)
+        x_PH, weight_P = transport.dispatch(plan, x, row_format, weight)
+        y_PH = x_PH.dequantize() if row_format.mxfp8 else x_PH
+        return x_PH, *transport.combine(plan, y_PH, row_format, BF16, weight_P)
 
     both()
     graph = torch.cuda.CUDAGraph()

@@ -18,11 +18,12 @@ def test_same_bits_as_the_plain_path(interpreter, name):
 
 @pytest.mark.parametrize("top_k", slow_except(range(1, 9), 2, 3))
 def test_every_number_of_choices(interpreter, top_k):
-    interpreter(check_exchange, "cpu", Problem((5, 6, 4), top_k=top_k, wire=MX32 if top_k % 2 else PLAIN, hidden=64))
+    row_format = MX32 if top_k % 2 else PLAIN
+    interpreter(check_exchange, "cpu", Problem((5, 6, 4), top_k=top_k, row_format=row_format, hidden=64))
 
 
-@pytest.mark.parametrize("wire, node_size", [(MX128, 1), (PLAIN, 2), (MX32, 2), (MX32, 3)])
-def test_two_hops(interpreter, wire, node_size):
+@pytest.mark.parametrize("row_format, node_size", [(MX128, 1), (PLAIN, 2), (MX32, 2), (MX32, 3)])
+def test_two_hops(interpreter, row_format, node_size):
     tokens = (3, 2, 0, 5, 4, 1) if node_size == 3 else (3, 2, 5, 4)
-    interpreter(check_exchange, "cpu", Problem(tokens, top_k=3, local_experts=2, wire=wire, hidden=160,
+    interpreter(check_exchange, "cpu", Problem(tokens, top_k=3, local_experts=2, row_format=row_format, hidden=160,
                                                routing="dropped"), node_size)

@@ -159,14 +159,14 @@ def test_rows_of_the_gradient_are_gone_when_they_have_been_used(recipe_name):
 
     class Watching(Local):
 
-        def dispatch(self, plan, x_TH, wire, weight_TK=None, phase="dispatch"):
-            rows, weight_P = super().dispatch(plan, x_TH, wire, weight_TK, phase)
+        def dispatch(self, plan, x_TH, row_format, weight_TK=None, phase="dispatch"):
+            rows, weight_P = super().dispatch(plan, x_TH, row_format, weight_TK, phase)
             seen.append(weakref.ref(rows))
             return rows, weight_P
 
-        def combine(self, plan, y_PH, wire, dtype, weight_P=None, phase="combine"):
+        def combine(self, plan, y_PH, row_format, dtype, weight_P=None, phase="combine"):
             seen.append(f"{phase}: {'held' if seen[-1]() is not None else 'gone'}")
-            return super().combine(plan, y_PH, wire, dtype, weight_P, phase)
+            return super().combine(plan, y_PH, row_format, dtype, weight_P, phase)
 
     ffn = ExpertFFN(formula("swiglu"), RECIPES[recipe_name], Watching(), len(weights["up"]))
     y = ffn(x.requires_grad_(), routes, weights)

@@ -103,7 +103,8 @@ def crossings(problem: Problem, world: int, node_size: int) -> tuple:
 def check_bytes(pool, problem: Problem, node_size: int) -> None:
     world, K = pool.world_size, problem.top_k
     out, back = crossings(problem, world, node_size)
-    row = problem.hidden + -(-problem.hidden // problem.wire.block_size) if problem.wire.mxfp8 else problem.hidden * 2
+    hidden, row_format = problem.hidden, problem.row_format
+    row = hidden + -(-hidden // row_format.block_size) if row_format.mxfp8 else hidden * 2
     counts = (world - node_size) * (problem.local_experts + 2 + world // node_size + world) * 8
     for rank, sent in enumerate(pool.run(bytes_across, problem, node_size)):
         assert sent == {"plan": counts + out[rank] * K * 2, "dispatch": out[rank] * (row + 4 * K),
@@ -111,14 +112,14 @@ def check_bytes(pool, problem: Problem, node_size: int) -> None:
     assert sum(out) > 0
 
 
-@pytest.mark.parametrize("wire", [PLAIN, MX32, MX128])
-def test_a_token_crosses_once_to_each_node_and_the_wire_counts_it(ranks4, wire):
-    check_bytes(ranks4, Problem(wire=wire, top_k=6, local_experts=2, routing="dropped"), 2)
+@pytest.mark.parametrize("row_format", [PLAIN, MX32, MX128])
+def test_a_token_crosses_once_to_each_node_and_the_wire_counts_it(ranks4, row_format):
+    check_bytes(ranks4, Problem(row_format=row_format, top_k=6, local_experts=2, routing="dropped"), 2)
 
 
 @pytest.mark.parametrize("node_size", [2, 3])
 def test_bytes_between_nodes_of_six_ranks(ranks6, node_size):
-    check_bytes(ranks6, Problem(tokens=TOKENS_OF_6, wire=MX32, top_k=4, local_experts=2), node_size)
+    check_bytes(ranks6, Problem(tokens=TOKENS_OF_6, row_format=MX32, top_k=4, local_experts=2), node_size)
 
 
 # ---------------------------------------------------------------- experts

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from ds_mxfp8_moe.transport import Wire, deadline
+from ds_mxfp8_moe.transport import RowFormat, deadline
 from ds_mxfp8_moe.transport.deadline import PeerError
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
 from ds_mxfp8_moe.transport.hops import Hops
@@ -25,7 +25,7 @@ from tests.support.slow import slow_except
 
 DEADLINE, GRACE = timedelta(seconds=1.5), 1.0
 SPARE = 10  # for a busy machine
-MX = Wire(True)
+MX = RowFormat(True)
 needs_the_emulator = pytest.mark.skipif(emulator.obstacle() is not None, reason=str(emulator.obstacle()))
 
 

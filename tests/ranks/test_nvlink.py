@@ -125,7 +125,7 @@ def test_the_host_has_something_to_do_before_it_waits(ranks2, capacity_factor, w
 def many_chunks(exchange: NVLink) -> int:
     """There are more chunks than blocks, and more rows than the staging has room for."""
     before = exchange.memory.half_bytes
-    check(Problem(tokens=(530, 390, 0, 0), hidden=512, wire=PLAIN, dtype=torch.float32), exchange)
+    check(Problem(tokens=(530, 390, 0, 0), hidden=512, row_format=PLAIN, dtype=torch.float32), exchange)
     grown = exchange.memory.half_bytes
     check(Problem(), exchange)
     assert before <= grown == exchange.memory.half_bytes >= 2 << 20
@@ -140,7 +140,7 @@ def most_chunks(exchange: NVLink) -> None:
     """There are as many chunks as flags."""
     with mock.patch("ds_mxfp8_moe.transport.nvlink.LEAST_CHUNK", 8):
         tokens = 8 * exchange.memory.extension.MAX_CHUNKS
-        check(Problem(tokens=(tokens, 2100, 0, 0), top_k=1, hidden=32, wire=MX32), exchange)
+        check(Problem(tokens=(tokens, 2100, 0, 0), top_k=1, hidden=32, row_format=MX32), exchange)
 
 
 def test_chunks_grow_with_the_tokens():
@@ -177,9 +177,9 @@ HOT = Problem(tokens=(160, ) * 4, top_k=2, local_experts=1, routing="one expert"
 
 
 @pytest.mark.parametrize("change", [
-    {}, {"wire": MX128, "dtype": torch.float32}, {"local_experts": 2, "tokens": (300, ) * 2, "top_k": 3,
-                                                  "routing": "skewed", "wire": MX32},
-    {"local_experts": 3, "tokens": (300, ) * 2, "routing": "one rank", "wire": MX128}], ids=str)
+    {}, {"row_format": MX128, "dtype": torch.float32}, {"local_experts": 2, "tokens": (300, ) * 2, "top_k": 3,
+                                                  "routing": "skewed", "row_format": MX32},
+    {"local_experts": 3, "tokens": (300, ) * 2, "routing": "one rank", "row_format": MX128}], ids=str)
 def test_rows_that_do_not_fit_are_dropped(ranks2, change):
     ranks2.run(in_case, cases.check_dropped, replace(HOT, **change), **DROPPING)
 
@@ -189,7 +189,8 @@ def test_three_ranks_lose_the_same_share(ranks3, change):
     ranks3.run(in_case, cases.check_dropped, replace(HOT, **change), **DROPPING)
 
 
-@pytest.mark.parametrize("change", [{"wire": MX128}, {"routing": "dropped"}, {"routing": "nowhere", "wire": MX32}],
+@pytest.mark.parametrize("change", [{"row_format": MX128}, {"routing": "dropped"},
+                                    {"routing": "nowhere", "row_format": MX32}],
                          ids=str)
 @pytest.mark.parametrize("keys", [{"capacity_factor": 2.0}, DROPPING], ids=str)
 def test_nothing_is_dropped_where_all_rows_fit(ranks2, change, keys):

@@ -40,7 +40,7 @@ def built():
     emulator.build()
 
 
-SMALL = Problem(tokens=(40, 40), wire=MX32)
+SMALL = Problem(tokens=(40, 40), row_format=MX32)
 
 
 def planned(**keys) -> tuple:
@@ -48,7 +48,7 @@ def planned(**keys) -> tuple:
     memory = new_memory()
     exchange, want = nvlink(memory, **keys), expected(SMALL, memory.rank, memory.world_size)
     expert_TK, x_TH, weight_TK = want["inputs"]
-    return exchange, exchange.plan(expert_TK, SMALL.local_experts), (x_TH, SMALL.wire, weight_TK), want
+    return exchange, exchange.plan(expert_TK, SMALL.local_experts), (x_TH, SMALL.row_format, weight_TK), want
 
 
 def grow_apart() -> None:
@@ -162,7 +162,7 @@ def gone_on() -> None:
             memory.reports.check()
         with mock.patch.object(memory.reports, "check"):
             y_PH = torch.zeros(plan.num_rows, SMALL.hidden, dtype=SMALL.dtype)
-            exchange.combine(plan, y_PH, SMALL.wire, SMALL.dtype)
+            exchange.combine(plan, y_PH, SMALL.row_format, SMALL.dtype)
             exchange.plan(want["inputs"][0], SMALL.local_experts)
     dist.barrier()
     if memory.rank == 1:

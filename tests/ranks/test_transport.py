@@ -28,10 +28,11 @@ def test_a_group_of_one(name):
     check(PROBLEMS[name], Local())
 
 
-@pytest.mark.parametrize("wire", [PLAIN, MX32, MX128])
-def test_one_message_a_direction_and_one_row_a_token_and_rank(ranks4, wire):
-    problem = Problem(wire=wire, top_k=6, local_experts=2, routing="dropped")
-    row_bytes = problem.hidden * 2 if not wire.mxfp8 else problem.hidden + -(-problem.hidden // wire.block_size)
+@pytest.mark.parametrize("row_format", [PLAIN, MX32, MX128])
+def test_one_message_a_direction_and_one_row_a_token_and_rank(ranks4, row_format):
+    problem = Problem(row_format=row_format, top_k=6, local_experts=2, routing="dropped")
+    hidden = problem.hidden
+    row_bytes = hidden + -(-hidden // row_format.block_size) if row_format.mxfp8 else hidden * 2
     inputs = problem.inputs(4)
     for rank, messages in enumerate(ranks4.run(messages_sent, problem)):
         wanted = [[len(set((expert_TK[t][expert_TK[t] >= 0] // 2).tolist())) for t in range(len(expert_TK))]

@@ -13,13 +13,13 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ds_mxfp8_moe.compute.mx import MXTensor, quantize
-from ds_mxfp8_moe.transport import ROW_ALIGNMENT, Transport, Wire, room_for
+from ds_mxfp8_moe.transport import ROW_ALIGNMENT, RowFormat, Transport, room_for
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
 from ds_mxfp8_moe.transport.local import Local, most_rows
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-PLAIN, MX32, MX128 = Wire(False), Wire(True), Wire(True, 128)
-FLOOR32, FLOOR128 = Wire(True, 32, "floor"), Wire(True, 128, "floor")
+PLAIN, MX32, MX128 = RowFormat(False), RowFormat(True), RowFormat(True, 128)
+FLOOR32, FLOOR128 = RowFormat(True, 32, "floor"), RowFormat(True, 128, "floor")
 TOKENS = (37, 13, 0, 50, 5, 64, 1, 70)  # of up to eight ranks
 
 
@@ -39,7 +39,7 @@ class Problem:
     routing: str = "random"
     hidden: int = 96
     dtype: torch.dtype = BF16
-    wire: Wire = PLAIN
+    row_format: RowFormat = PLAIN
     seed: int = 7
     contiguous: bool = True
     y_dtype: torch.dtype | None = None
@@ -105,33 +105,34 @@ class Problem:
 
 PROBLEMS = {
     "random": Problem(),
-    "mxfp8": Problem(wire=MX32, top_k=3),
-    "floor": Problem(wire=FLOOR32, hidden=64, dtype=FP16),
-    "floor, blocks of 128": Problem(wire=FLOOR128, hidden=544, dtype=FP32),
-    "skewed": Problem(routing="skewed", wire=MX128, top_k=3, hidden=160),
-    "dropped": Problem(routing="dropped", wire=MX32, top_k=5, hidden=512),
+    "mxfp8": Problem(row_format=MX32, top_k=3),
+    "floor": Problem(row_format=FLOOR32, hidden=64, dtype=FP16),
+    "floor, blocks of 128": Problem(row_format=FLOOR128, hidden=544, dtype=FP32),
+    "skewed": Problem(routing="skewed", row_format=MX128, top_k=3, hidden=160),
+    "dropped": Problem(routing="dropped", row_format=MX32, top_k=5, hidden=512),
     "dropped, plain": Problem(routing="dropped", top_k=4, hidden=1056),
-    "one expert": Problem(routing="one expert", wire=MX128, hidden=32),
-    "one rank": Problem(routing="one rank", wire=MX32),
-    "nowhere": Problem(routing="nowhere", wire=MX128),
-    "nobody has tokens": Problem(tokens=(0, ) * 8, wire=MX128),
+    "one expert": Problem(routing="one expert", row_format=MX128, hidden=32),
+    "one rank": Problem(routing="one rank", row_format=MX32),
+    "nowhere": Problem(routing="nowhere", row_format=MX128),
+    "nobody has tokens": Problem(tokens=(0, ) * 8, row_format=MX128),
     "one rank has tokens": Problem(tokens=(0, 77, 0, 0, 0, 0, 0, 0)),
-    "one token each": Problem(tokens=(1, ) * 8, top_k=1, local_experts=1, wire=MX32),
-    "more choices than experts": Problem(top_k=8, local_experts=1, wire=MX128, hidden=64),
-    "more rows than a tile": Problem(tokens=(150, 1, 2, 140, 3, 7, 9, 150), local_experts=1, wire=MX128, hidden=32),
+    "one token each": Problem(tokens=(1, ) * 8, top_k=1, local_experts=1, row_format=MX32),
+    "more choices than experts": Problem(top_k=8, local_experts=1, row_format=MX128, hidden=64),
+    "more rows than a tile": Problem(tokens=(150, 1, 2, 140, 3, 7, 9, 150), local_experts=1, row_format=MX128,
+                                     hidden=32),
     "many experts": Problem(local_experts=40, top_k=8, hidden=64),
-    "many scales": Problem(wire=MX32, hidden=1056, tokens=(9, 4, 3, 2, 0, 1, 5, 7), top_k=6, dtype=FP16),
+    "many scales": Problem(row_format=MX32, hidden=1056, tokens=(9, 4, 3, 2, 0, 1, 5, 7), top_k=6, dtype=FP16),
     "float32 answers": Problem(y_dtype=FP32, top_k=4),
-    "float32 answers, mxfp8": Problem(y_dtype=FP32, top_k=4, wire=MX128),
-    "not contiguous": Problem(contiguous=False, wire=MX128, tokens=(9, 5, 0, 3, 0, 1, 2, 4)),
+    "float32 answers, mxfp8": Problem(y_dtype=FP32, top_k=4, row_format=MX128),
+    "not contiguous": Problem(contiguous=False, row_format=MX128, tokens=(9, 5, 0, 3, 0, 1, 2, 4)),
     "not contiguous, plain": Problem(contiguous=False, tokens=(9, 5, 0, 3, 0, 1, 2, 4)),
     "not contiguous, one choice": Problem(contiguous=False, top_k=1),
-    "top_k 7": Problem(top_k=7, wire=MX32, tokens=(20, 13, 0, 31, 1, 2, 3, 4)),
+    "top_k 7": Problem(top_k=7, row_format=MX32, tokens=(20, 13, 0, 31, 1, 2, 3, 4)),
 }
-PROBLEMS |= {f"{dtype}, {wire.block_size if wire.mxfp8 else 'plain'}, {hidden}":
-             Problem(dtype=dtype, wire=wire, hidden=hidden, tokens=(20, 13, 0, 31, 1, 2, 3, 4))
+PROBLEMS |= {f"{dtype}, {row_format.block_size if row_format.mxfp8 else 'plain'}, {hidden}":
+             Problem(dtype=dtype, row_format=row_format, hidden=hidden, tokens=(20, 13, 0, 31, 1, 2, 3, 4))
              for dtype in (FP32, BF16, FP16)
-             for wire, hidden in ((PLAIN, 32), (MX32, 160), (MX128, 256), (MX128, 160))}
+             for row_format, hidden in ((PLAIN, 32), (MX32, 160), (MX128, 256), (MX128, 160))}
 HARD = ("random", "skewed", "dropped", "one expert", "one rank", "nowhere", "nobody has tokens", "one rank has tokens",
         "one token each", "more choices than experts", "more rows than a tile", "float32 answers, mxfp8",
         "not contiguous")
@@ -139,11 +140,12 @@ HARD = ("random", "skewed", "dropped", "one expert", "one rank", "nowhere", "nob
 # more. Rounded to FP16, some sums are -0.
 OF_KERNELS = {
     "one choice a token": Problem(top_k=1, hidden=2336),
-    "one choice a token, mxfp8": Problem(top_k=1, hidden=1568, wire=MX32, tokens=(9, 4, 3, 2, 0, 1, 5, 7)),
-    "one choice a token, blocks of 128": Problem(top_k=1, hidden=4640, wire=MX128, tokens=(3, 4, 1, 0, 2, 0, 5, 6)),
-    "one choice a token, float32 answers": Problem(top_k=1, hidden=1056, wire=MX128, y_dtype=FP32),
+    "one choice a token, mxfp8": Problem(top_k=1, hidden=1568, row_format=MX32, tokens=(9, 4, 3, 2, 0, 1, 5, 7)),
+    "one choice a token, blocks of 128": Problem(top_k=1, hidden=4640, row_format=MX128,
+                                                 tokens=(3, 4, 1, 0, 2, 0, 5, 6)),
+    "one choice a token, float32 answers": Problem(top_k=1, hidden=1056, row_format=MX128, y_dtype=FP32),
     "one choice a token, float32 answers, plain": Problem(top_k=1, hidden=1056, y_dtype=FP32),
-    "many scales, blocks of 128": Problem(wire=MX128, hidden=4640, tokens=(3, 4, 1, 0, 2, 0, 5, 6), top_k=7),
+    "many scales, blocks of 128": Problem(row_format=MX128, hidden=4640, tokens=(3, 4, 1, 0, 2, 0, 5, 6), top_k=7),
     **{f"every {y_dtype} as {dtype}, hidden {hidden}":
        Problem(tokens=(24, ) * 8, routing="one after the other", top_k=1, hidden=hidden, dtype=dtype, y_dtype=y_dtype,
                every_value=True)
@@ -176,8 +178,8 @@ def rows_of(rank: int, local_experts: int, experts: list) -> tuple:
 
 def dispatched(problem: Problem, rows: list, inputs: list) -> tuple:
     """Bytes of x_PH, and weight_P."""
-    sent = [_bytes(quantize(x, problem.wire.block_size, problem.wire.scaling_mode) if problem.wire.mxfp8 else x)
-            for _, x, _ in inputs]
+    form = problem.row_format
+    sent = [_bytes(quantize(x, form.block_size, form.scaling_mode) if form.mxfp8 else x) for _, x, _ in inputs]
     x_P = torch.zeros(len(rows), sent[0].shape[1], dtype=torch.uint8)
     weight_P = torch.zeros(len(rows))
     for p, row in enumerate(rows):
@@ -205,9 +207,9 @@ def combined(problem: Problem, owner: int, tokens: int, rows_of_ranks: list, ans
 
 def _as_sent(x: torch.Tensor, problem: Problem) -> torch.Tensor:
     """float32 rows as they arrive."""
-    wire = problem.wire
-    if wire.mxfp8:
-        return quantize(x, wire.block_size, wire.scaling_mode).dequantize(torch.float32)
+    row_format = problem.row_format
+    if row_format.mxfp8:
+        return quantize(x, row_format.block_size, row_format.scaling_mode).dequantize(torch.float32)
     return x.to(problem.dtype).float()
 
 
@@ -304,14 +306,14 @@ def check(problem: Problem, exchange: Transport, node_size: int = 1, times: int 
         for _ in range(times):
             plan = exchange.plan(expert_TK, problem.local_experts)
             same_plan(problem, _world(exchange), want, plan)
-            x_PH, weight_P = exchange.dispatch(plan, x_TH, problem.wire, weight_TK)
+            x_PH, weight_P = exchange.dispatch(plan, x_TH, problem.row_format, weight_TK)
             same_rows(problem, want, x_PH), same("weight", want["weight"], weight_P)
-            y_TH, number_TK = exchange.combine(plan, y_PH, problem.wire, problem.dtype, number_P)
+            y_TH, number_TK = exchange.combine(plan, y_PH, problem.row_format, problem.dtype, number_P)
             same("y", want["y"], y_TH), same("number", want["number"], number_TK)
-            bare_PH, none = exchange.dispatch(plan, x_TH, problem.wire)
+            bare_PH, none = exchange.dispatch(plan, x_TH, problem.row_format)
             assert none is None
             same_rows(problem, want, bare_PH)
-            bare_TH, none = exchange.combine(plan, y_PH, problem.wire, problem.dtype)
+            bare_TH, none = exchange.combine(plan, y_PH, problem.row_format, problem.dtype)
             assert none is None
             same("y alone", want["y"], bare_TH)
     for a, b in zip(before, (*inputs, *answers), strict=True):
@@ -327,22 +329,22 @@ def same_plan(problem: Problem, world: int, want: dict, plan) -> None:
 
 
 def same_rows(problem: Problem, want: dict, x_PH) -> None:
-    assert isinstance(x_PH, MXTensor) == problem.wire.mxfp8 and x_PH.dtype == problem.dtype
+    assert isinstance(x_PH, MXTensor) == problem.row_format.mxfp8 and x_PH.dtype == problem.dtype
     assert x_PH.shape == (want["num_rows"], problem.hidden)
     same("x", want["x"][:want["end"]], until(x_PH, want["end"]))
 
 
 def check_in_flight(exchange: Transport, node_size: int = 1, reverse: bool = False) -> None:
     """Two plans are in use at once, as with layers whose backward recomputes."""
-    problems = (Problem(wire=MX128, top_k=3), Problem(routing="skewed", hidden=160, seed=8))
+    problems = (Problem(row_format=MX128, top_k=3), Problem(routing="skewed", hidden=160, seed=8))
     wanted = [expected(problem, *_here(exchange), node_size) for problem in problems]
     inputs, answers = ([on_device(want[key]) for want in wanted] for key in ("inputs", "answers"))
     with poisoned():
         plans = [exchange.plan(i[0], p.local_experts) for i, p in zip(inputs, problems, strict=True)]
         for i, (problem, want) in enumerate(zip(problems, wanted, strict=True)):
-            x_PH, weight_P = exchange.dispatch(plans[i], inputs[i][1], problem.wire, inputs[i][2])
+            x_PH, weight_P = exchange.dispatch(plans[i], inputs[i][1], problem.row_format, inputs[i][2])
             same_rows(problem, want, x_PH), same("weight", want["weight"], weight_P)
         for i in reversed(range(2)) if reverse else range(2):
-            y_TH, number_TK = exchange.combine(plans[i], answers[i][0], problems[i].wire, problems[i].dtype,
+            y_TH, number_TK = exchange.combine(plans[i], answers[i][0], problems[i].row_format, problems[i].dtype,
                                                answers[i][1])
             same("y", wanted[i]["y"], y_TH), same("number", wanted[i]["number"], number_TK)

@@ -7,13 +7,13 @@ import deepspeed.comm as dist
 import pytest
 import torch
 
-from ds_mxfp8_moe.transport import Wire
+from ds_mxfp8_moe.transport import RowFormat
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.deadline import (
     PeerError,
 )
 
-PLAIN, MX = Wire(False), Wire(True)
+PLAIN, MX = RowFormat(False), RowFormat(True)
 
 CONFUSIONS = ("order", "choices", "rows")
 

@@ -11,13 +11,13 @@ from ds_mxfp8_moe.transport.local import Local
 from tests.support.permute_cases import FLOOR, MX32, MX128, Problem, bits, moved, poisoned
 
 ONE_RANK = {
-    "mxfp8": Problem((21, ), wire=MX32),
+    "mxfp8": Problem((21, ), row_format=MX32),
     "dropped": Problem((21, ), routing="dropped"),
-    "floor, not finite": Problem((21, ), wire=FLOOR, not_finite=True, routing="dropped"),
+    "floor, not finite": Problem((21, ), row_format=FLOOR, not_finite=True, routing="dropped"),
     "not contiguous": Problem((9, ), contiguous=False),
     "no tokens": Problem((0, )),
-    "short last block": Problem((9, ), wire=MX128, hidden=160),
-    "float32 answers": Problem((9, ), y_dtype=torch.float32, top_k=4, wire=MX128),
+    "short last block": Problem((9, ), row_format=MX128, hidden=160),
+    "float32 answers": Problem((9, ), y_dtype=torch.float32, top_k=4, row_format=MX128),
     "float16": Problem((9, ), dtype=torch.float16, top_k=8, local_experts=1),
     "many choices": Problem((300, ), top_k=3, local_experts=5),
     "many experts": Problem((70, ), top_k=4, local_experts=130),

@@ -35,11 +35,11 @@ def check_static(problem: Problem, exchange: NVLink, kept: list | None = None) -
     with poisoned():
         plan = exchange.plan(expert_TK, problem.local_experts)
         assert plan.num_rows >= P
-        x_PH, weight_P = exchange.dispatch(plan, x_TH, problem.wire, weight_TK)
+        x_PH, weight_P = exchange.dispatch(plan, x_TH, problem.row_format, weight_TK)
         more = plan.num_rows - P
         y_PH = torch.cat([y_PH[:P], y_PH.new_full((more, problem.hidden), float("nan"))])
         number_P = torch.cat([number_P[:P], number_P.new_full((more, ), float("nan"))])
-        y_TH, number_TK = exchange.combine(plan, y_PH, problem.wire, problem.dtype, number_P)
+        y_TH, number_TK = exchange.combine(plan, y_PH, problem.row_format, problem.dtype, number_P)
     reports.check()
     assert reports.host_waits == waits
     assert plan.group_ends_E.tolist() == want["ends"]
@@ -95,7 +95,7 @@ def check_dropped(case: Problem, exchange: NVLink) -> None:
     counts = [count_dropped(experts, kept, rank, local) for rank in range(memory.world_size)]
     assert max(counts) > 0
     check_static(case, exchange, kept)
-    check_static(dataclasses.replace(case, wire=PLAIN if case.wire.mxfp8 else MX32), exchange, kept)
+    check_static(dataclasses.replace(case, row_format=PLAIN if case.row_format.mxfp8 else MX32), exchange, kept)
     get_accelerator().synchronize()
     assert exchange.dropped - before == 3 * counts[memory.rank]
 
@@ -108,7 +108,7 @@ def failing(phase: str, case: Problem, exchange: NVLink) -> tuple | None:
     rank, memory, told = dist.get_rank(), exchange.memory, None
     expert_TK, x_TH, _ = on_device(case.inputs(dist.get_world_size())[rank])
     plan = None if phase == "counts" else exchange.plan(expert_TK, case.local_experts)
-    y_PH = None if phase != "combine" else exchange.dispatch(plan, x_TH, case.wire)[0]
+    y_PH = None if phase != "combine" else exchange.dispatch(plan, x_TH, case.row_format)[0]
     get_accelerator().synchronize()
     if rank != LATE:
         start, epoch = time.monotonic(), memory.epoch
@@ -116,9 +116,9 @@ def failing(phase: str, case: Problem, exchange: NVLink) -> tuple | None:
             if phase == "counts":
                 exchange.plan(expert_TK, case.local_experts)
             elif phase == "dispatch":
-                exchange.dispatch(plan, x_TH, case.wire)
+                exchange.dispatch(plan, x_TH, case.row_format)
             else:
-                exchange.combine(plan, y_PH, case.wire, case.dtype)
+                exchange.combine(plan, y_PH, case.row_format, case.dtype)
             get_accelerator().synchronize()
             memory.reports.check()
         told = (caught.value.missing, str(caught.value), time.monotonic() - start, epoch)

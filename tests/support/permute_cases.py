@@ -20,7 +20,7 @@ from tests.support import conformance
 from tests.support.conformance import BF16, FP16, FP32, MX32, MX128, PLAIN, bits, poisoned  # noqa: F401
 from tests.support.conformance import FLOOR32 as FLOOR
 
-WIRES = {"plain": PLAIN, "mxfp8-32": MX32, "mxfp8-128": MX128, "floor": FLOOR}
+FORMATS = {"plain": PLAIN, "mxfp8-32": MX32, "mxfp8-128": MX128, "floor": FLOOR}
 
 
 class Peers:
@@ -112,25 +112,26 @@ class Problem(conformance.Problem):
 
 PROBLEMS = {
     "two ranks": Problem((21, 13)),
-    "two ranks, mxfp8": Problem((21, 13), wire=MX32),
-    "not contiguous": Problem((9, 5), contiguous=False, wire=MX128),
-    "not finite": Problem((9, 8), not_finite=True, wire=MX32, top_k=3),
+    "two ranks, mxfp8": Problem((21, 13), row_format=MX32),
+    "not contiguous": Problem((9, 5), contiguous=False, row_format=MX128),
+    "not finite": Problem((9, 8), not_finite=True, row_format=MX32, top_k=3),
     "not finite, plain": Problem((9, 8), not_finite=True, top_k=3),
-    "floor": Problem((9, 5), wire=FLOOR, routing="dropped"),
-    "short last block": Problem((9, 5), wire=MX128, hidden=160),
-    "many blocks": Problem((6, 7), wire=MX32, hidden=1184, top_k=3),
+    "floor": Problem((9, 5), row_format=FLOOR, routing="dropped"),
+    "short last block": Problem((9, 5), row_format=MX128, hidden=160),
+    "many blocks": Problem((6, 7), row_format=MX32, hidden=1184, top_k=3),
     "many blocks, plain": Problem((2, 3), hidden=2080, dtype=FP32),
-    "more ranks than choices": Problem((5, 0, 3, 7, 1, 2), local_experts=2, top_k=3, wire=MX128, routing="dropped"),
+    "more ranks than choices": Problem((5, 0, 3, 7, 1, 2), local_experts=2, top_k=3, row_format=MX128,
+                                        routing="dropped"),
     "more choices than experts": Problem((7, 3), local_experts=1, top_k=8),
-    "one choice": Problem((7, 3), top_k=1, wire=MX32),
-    "one expert": Problem((20, 13), routing="one expert", wire=MX32, hidden=32),
-    "nowhere": Problem((4, 3), routing="nowhere", wire=MX32),
-    "no tokens": Problem((0, 0), wire=MX128),
+    "one choice": Problem((7, 3), top_k=1, row_format=MX32),
+    "one expert": Problem((20, 13), routing="one expert", row_format=MX32, hidden=32),
+    "nowhere": Problem((4, 3), routing="nowhere", row_format=MX32),
+    "no tokens": Problem((0, 0), row_format=MX128),
     "float32 answers": Problem((9, 5), y_dtype=FP32, top_k=4),
-    "float32 answers, mxfp8": Problem((9, 5), y_dtype=FP32, top_k=4, wire=MX32),
-    "float16": Problem((9, 5), dtype=FP16, wire=MX32),
+    "float32 answers, mxfp8": Problem((9, 5), y_dtype=FP32, top_k=4, row_format=MX32),
+    "float16": Problem((9, 5), dtype=FP16, row_format=MX32),
     "float16, plain": Problem((9, 5), dtype=FP16),
-    "float32": Problem((9, 5), dtype=FP32, wire=MX128),
+    "float32": Problem((9, 5), dtype=FP32, row_format=MX128),
 }
 
 
@@ -141,16 +142,16 @@ def moved(transport, problem: Problem, inputs: tuple, slots: str, device: str) -
     """
     expert_TK, x_TH, weight_TK = (t.to(device) for t in inputs)
     plan = transport.plan(expert_TK, problem.local_experts)
-    x_PH, weight_P = transport.dispatch(plan, x_TH, problem.wire, weight_TK)
-    bare_PH, none = transport.dispatch(plan, x_TH, problem.wire)
+    x_PH, weight_P = transport.dispatch(plan, x_TH, problem.row_format, weight_TK)
+    bare_PH, none = transport.dispatch(plan, x_TH, problem.row_format)
     assert none is None
-    y_PH = (x_PH.dequantize(torch.float32) if problem.wire.mxfp8 else x_PH) * 1.37
+    y_PH = (x_PH.dequantize(torch.float32) if problem.row_format.mxfp8 else x_PH) * 1.37
     y_PH = y_PH.to(problem.y_dtype or problem.dtype)
     number_P = weight_P + 1
     padding = plan.source_P == getattr(plan, slots).numel()
     y_PH[padding], number_P[padding] = float("nan"), float("nan")
-    y_TH, back_TK = transport.combine(plan, y_PH, problem.wire, problem.dtype, number_P)
-    bare_TH, none = transport.combine(plan, y_PH, problem.wire, problem.dtype)
+    y_TH, back_TK = transport.combine(plan, y_PH, problem.row_format, problem.dtype, number_P)
+    bare_TH, none = transport.combine(plan, y_PH, problem.row_format, problem.dtype)
     assert none is None
     return plan, (x_PH, weight_P, y_TH, back_TK, bare_PH, bare_TH)
 
@@ -184,5 +185,5 @@ def check_exchange(device: str, problem: Problem, node_size: int | None = None) 
             assert (type(a), a.shape, a.dtype) == (type(b), b.shape, b.dtype), (rank, name)
             assert torch.equal(bits(a), bits(b)), (rank, name, (bits(a) != bits(b)).nonzero()[:4].tolist())
         x_PH = actual[0]
-        if problem.wire.mxfp8 and x_PH.shape[0]:
+        if problem.row_format.mxfp8 and x_PH.shape[0]:
             assert x_PH.scale_bytes.stride() == (1, x_PH.shape[0]) and x_PH.qdata.is_contiguous()

@@ -11,10 +11,10 @@ def steps(problem: Problem, exchange, told) -> None:
     expert_TK, x_TH, weight_TK = problem.inputs(dist.get_world_size())[dist.get_rank()]
     plan = exchange.plan(expert_TK, problem.local_experts)
     told("plan")
-    x_PH, weight_P = exchange.dispatch(plan, x_TH, problem.wire, weight_TK)
+    x_PH, weight_P = exchange.dispatch(plan, x_TH, problem.row_format, weight_TK)
     told("dispatch")
-    y_PH = x_PH.dequantize() if problem.wire.mxfp8 else x_PH
-    exchange.combine(plan, y_PH, problem.wire, problem.dtype, weight_P)
+    y_PH = x_PH.dequantize() if problem.row_format.mxfp8 else x_PH
+    exchange.combine(plan, y_PH, problem.row_format, problem.dtype, weight_P)
     told("combine")
-    exchange.dispatch(plan, x_TH, problem.wire)
+    exchange.dispatch(plan, x_TH, problem.row_format)
     told("dispatch bare")

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ds_mxfp8_moe.compute import casts
 from ds_mxfp8_moe.compute.mx import MXTensor
-from ds_mxfp8_moe.transport import ROW_ALIGNMENT, Transport, Wire, room_for
+from ds_mxfp8_moe.transport import ROW_ALIGNMENT, RowFormat, Transport, room_for
 from lib import run, show, timing, world
 from lib.show import Measure, bar
 from lib.timing import TOTAL, Contender, poisoned
@@ -33,7 +33,7 @@ from lib.world import BF16, device
 TODAY = "today, NCCL bf16"
 TOKENS, HIDDEN, TOP_K, EXPERTS = (4096, 16384), (2048, 4096, 7168), (6, 8), (64, 256)
 ROUTINGS = ("random", "skewed")
-# Sums of rows; an MXFP8 wire rounds each of them once more.
+# Sums of rows; an MXFP8 row_format rounds each of them once more.
 LEAST_SQNR_DB = {False: 38, True: 26}
 
 
@@ -102,7 +102,7 @@ class Today(Transport):
                          None if in_order else choice_C, place_C, row_P, place_R,
                          torch.tensor(ends, dtype=torch.int32, device=device))
 
-    def dispatch(self, plan: TodayPlan, x_TH: torch.Tensor, wire=None, weight_TK=None, phase: str = "") -> tuple:
+    def dispatch(self, plan: TodayPlan, x_TH: torch.Tensor, row_format=None, weight_TK=None, phase: str = "") -> tuple:
         rows_CH = x_TH
         if plan.choice_C is not None:
             rows_CH = x_TH.index_select(0, plan.choice_C.div(plan.top_k, rounding_mode="floor"))
@@ -111,7 +111,7 @@ class Today(Transport):
         dist.all_to_all_single(arrived[:-1], rows_CH, plan.recv_splits, plan.send_splits, group=self.group)
         return arrived.index_select(0, plan.row_P), None
 
-    def combine(self, plan: TodayPlan, y_PH: torch.Tensor, wire=None, dtype: torch.dtype = torch.bfloat16,
+    def combine(self, plan: TodayPlan, y_PH: torch.Tensor, row_format=None, dtype: torch.dtype = torch.bfloat16,
                 weight_P=None, phase: str = "") -> tuple:
         back = y_PH.new_empty(sum(plan.send_splits), y_PH.shape[1])
         dist.all_to_all_single(back, y_PH.index_select(0, plan.place_R), plan.send_splits, plan.recv_splits,
@@ -164,24 +164,27 @@ class Batch:
         self.end = int(plan.group_ends_E[-1])
         chosen_TW = torch.nn.functional.one_hot(self.expert_TK // self.local, world.size()).sum(1)
         self.rows_WW = {"today": world.gathered(chosen_TW.sum(0)), "ours": world.gathered((chosen_TW > 0).sum(0))}
-        self.wires = wires()
+        self.row_formats = row_formats()
 
-    def bytes_on_links(self, wire: Wire, whose: str) -> int:
+    def bytes_on_links(self, row_format: RowFormat, whose: str) -> int:
         """Off-rank, of the rank that sends or receives the most."""
         off_WW = self.rows_WW[whose].clone().fill_diagonal_(0)
         rows = max(off_WW.sum(0).max().item(), off_WW.sum(1).max().item())
-        return rows * (self.case.hidden + self.case.hidden // wire.block_size if wire.mxfp8 else 2 * self.case.hidden)
+        hidden = self.case.hidden
+        return rows * (hidden + hidden // row_format.block_size if row_format.mxfp8 else 2 * hidden)
 
-    def right_rows(self, x_PH: torch.Tensor, wire: Wire) -> bool:
-        if x_PH.shape != self.y_PH.shape or isinstance(x_PH, MXTensor) != wire.mxfp8:
+    def right_rows(self, x_PH: torch.Tensor, row_format: RowFormat) -> bool:
+        if x_PH.shape != self.y_PH.shape or isinstance(x_PH, MXTensor) != row_format.mxfp8:
             return False
-        wanted = casts.quantize(self.y_PH, wire.block_size, wire.scaling_mode) if wire.mxfp8 else self.y_PH
+        wanted = self.y_PH
+        if row_format.mxfp8:
+            wanted = casts.quantize(wanted, row_format.block_size, row_format.scaling_mode)
         return same_bits(x_PH[:self.end], wanted[:self.end])
 
 
-def wires() -> dict[str, Wire]:
+def row_formats() -> dict[str, RowFormat]:
     recipe = world.recipe()
-    return {"bf16": Wire(False), "mxfp8": Wire(True, recipe.block_size, recipe.scaling_mode)}
+    return {"bf16": RowFormat(False), "mxfp8": RowFormat(True, recipe.block_size, recipe.scaling_mode)}
 
 
 def same_bits(x: torch.Tensor | MXTensor, y: torch.Tensor | MXTensor) -> bool:
@@ -190,19 +193,19 @@ def same_bits(x: torch.Tensor | MXTensor, y: torch.Tensor | MXTensor) -> bool:
     return all(torch.equal(*(part.contiguous().view(torch.uint8) for part in pair)) for pair in pairs)
 
 
-def stages(batch: Batch, transport: Any, plan: Any, wire: Wire) -> dict[str, Callable]:
-    return {"dispatch": lambda: transport.dispatch(plan, batch.x_TH, wire, batch.weight_TK)[0],
-            "combine": lambda _: transport.combine(plan, batch.y_PH, wire, BF16)[0]}
+def stages(batch: Batch, transport: Any, plan: Any, row_format: RowFormat) -> dict[str, Callable]:
+    return {"dispatch": lambda: transport.dispatch(plan, batch.x_TH, row_format, batch.weight_TK)[0],
+            "combine": lambda _: transport.combine(plan, batch.y_PH, row_format, BF16)[0]}
 
 
-def check(batch: Batch, calls: dict[str, Callable], wire: Wire,
+def check(batch: Batch, calls: dict[str, Callable], row_format: RowFormat,
           combined: Callable[[], torch.Tensor] | None) -> dict:
     """Runs them on poisoned memory. `combined`: gives what combine has to give, bit for bit."""
     with poisoned():
         x_PH = calls["dispatch"]()
         y_TH = calls["combine"](None)
-    found = timing.close({"y": batch.x_TH.float() * batch.case.top_k}, {"y": y_TH}, LEAST_SQNR_DB[wire.mxfp8])
-    found["correct"] &= batch.right_rows(x_PH, wire) and (combined is None or torch.equal(y_TH, combined()))
+    found = timing.close({"y": batch.x_TH.float() * batch.case.top_k}, {"y": y_TH}, LEAST_SQNR_DB[row_format.mxfp8])
+    found["correct"] &= batch.right_rows(x_PH, row_format) and (combined is None or torch.equal(y_TH, combined()))
     return found
 
 
@@ -211,17 +214,17 @@ def measure(case: Case, budget_s: float, transports: dict | None = None) -> list
     batch, transports = Batch(case), transports or world.transports()
     described, plan_of = asdict(case), partial(Today.plan, batch.today, batch.expert_TK, batch.local)
     planners: dict = {TODAY: plan_of}
-    calls = stages(batch, batch.today, plan_of(), batch.wires["bf16"])
-    exchanges = {TODAY: Contender(calls, partial(check, batch, calls, batch.wires["bf16"], None),
-                                  {"bytes": batch.bytes_on_links(batch.wires["bf16"], "today")})}
+    calls = stages(batch, batch.today, plan_of(), batch.row_formats["bf16"])
+    exchanges = {TODAY: Contender(calls, partial(check, batch, calls, batch.row_formats["bf16"], None),
+                                  {"bytes": batch.bytes_on_links(batch.row_formats["bf16"], "today")})}
     for name, transport in transports.items():
         planners[name] = partial(transport.plan, batch.expert_TK, batch.local)
         plan = planners[name]()
-        for dtype, wire in batch.wires.items():
-            calls = stages(batch, transport, plan, wire)
+        for dtype, row_format in batch.row_formats.items():
+            calls = stages(batch, transport, plan, row_format)
             same = partial(exchanges[f"collective, {dtype}"].stages["combine"], None) if name == "nvlink" else None
-            exchanges[f"{name}, {dtype}"] = Contender(calls, partial(check, batch, calls, wire, same),
-                                                      {"bytes": batch.bytes_on_links(wire, "ours")})
+            exchanges[f"{name}, {dtype}"] = Contender(calls, partial(check, batch, calls, row_format, same),
+                                                      {"bytes": batch.bytes_on_links(row_format, "ours")})
     return timing.rows(described, exchanges, budget_s) + timing.rows(
         described, {name: Contender({"plan": call}, lambda call=call: {"correct": call().num_rows > 0})
                     for name, call in planners.items()},

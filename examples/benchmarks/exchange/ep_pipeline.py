@@ -27,7 +27,7 @@ from ds_mxfp8_moe.compute.formula import ExpertFormula
 from ds_mxfp8_moe.compute.recorded import Weights
 from ds_mxfp8_moe.config import WIRE_KEYS, Recipe
 from ds_mxfp8_moe.ffn.expert_math import ExpertMath, Projection
-from ds_mxfp8_moe.transport import Wire
+from ds_mxfp8_moe.transport import RowFormat
 from exchange.dispatch_combine import Today
 from kernels.shapes import SEED_SHAPES
 from lib import run, show, timing, world
@@ -100,8 +100,8 @@ def over_nccl(case: Case) -> Callable[[], torch.Tensor]:
     return lambda: _OverNCCL.apply(case.x_TD, case.w_EHD, order, inverse, ends_E)
 
 
-def wire(chosen: Recipe, dtype: str) -> Wire:
-    return Wire(dtype == "mxfp8", chosen.block_size, chosen.scaling_mode)
+def row_format(chosen: Recipe, dtype: str) -> RowFormat:
+    return RowFormat(dtype == "mxfp8", chosen.block_size, chosen.scaling_mode)
 
 
 def projection(math: ExpertMath, w_EHD: torch.Tensor) -> Projection:
@@ -118,9 +118,9 @@ class _Pipeline(torch.autograd.Function):
     def forward(ctx, transport: Any, plan: Any, math: ExpertMath, x_TD: torch.Tensor,
                 w_EHD: torch.Tensor) -> torch.Tensor:
         chosen, weights = math.recipe, projection(math, w_EHD)
-        x_PD, _ = transport.dispatch(plan, x_TD, wire(chosen, chosen.dispatch_fwd))
+        x_PD, _ = transport.dispatch(plan, x_TD, row_format(chosen, chosen.dispatch_fwd))
         y_PH = math.gemm(math.quantized(x_PD), weights, plan.group_ends_E)
-        y_TH, _ = transport.combine(plan, y_PH, wire(chosen, chosen.combine_fwd), BF16)
+        y_TH, _ = transport.combine(plan, y_PH, row_format(chosen, chosen.combine_fwd), BF16)
         ctx.call, ctx.kept = (transport, plan, math, weights), x_PD
         return y_TH
 
@@ -128,7 +128,7 @@ class _Pipeline(torch.autograd.Function):
     def backward(ctx, g_TH: torch.Tensor) -> tuple:
         (transport, plan, math, weights), x_PD = ctx.call, ctx.kept
         chosen, ends_E = math.recipe, plan.group_ends_E
-        g_PH, _ = transport.dispatch(plan, g_TH, wire(chosen, chosen.combine_bwd))
+        g_PH, _ = transport.dispatch(plan, g_TH, row_format(chosen, chosen.combine_bwd))
         columns = math.reads_columns(g_PH)
         if columns:
             g_rows, g_wgrad = casts.quantize_both(g_PH, chosen.block_size, chosen.scaling_mode)
@@ -136,7 +136,7 @@ class _Pipeline(torch.autograd.Function):
             g_rows = math.quantized(g_PH)
             g_wgrad = g_rows if math.wgrad_quantized else g_PH
         dx_PD = math.gemm(g_rows, weights, ends_E, transposed=True)
-        dx_TD, _ = transport.combine(plan, dx_PD, wire(chosen, chosen.dispatch_bwd), BF16)
+        dx_TD, _ = transport.combine(plan, dx_PD, row_format(chosen, chosen.dispatch_bwd), BF16)
         return None, None, None, dx_TD, math.wgrad_gemm(g_wgrad, x_PD, ends_E, weights.dtype, columns)
 
 

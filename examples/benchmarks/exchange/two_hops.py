@@ -22,7 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ds_mxfp8_moe.transport import Transport, Wire
+from ds_mxfp8_moe.transport import RowFormat, Transport
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
 from ds_mxfp8_moe.transport.hops import Hops
 from exchange.dispatch_combine import Batch, Case, check, stages
@@ -42,7 +42,7 @@ def transports(node_size: int) -> dict[str, Transport]:
             TWO_HOPS: Hierarchical(Hops.of(world.group(), node_size, wire, wire))}
 
 
-def summed(batch: Batch, wire: Wire, node_size: int) -> torch.Tensor:
+def summed(batch: Batch, row_format: RowFormat, node_size: int) -> torch.Tensor:
     """What combine has to give, bit for bit. Each choice brings the token back: in float32 the sum of a node is exact.
 
     `node_size`: 1 for the flat exchange, whose ranks each round for themselves.
@@ -51,16 +51,16 @@ def summed(batch: Batch, wire: Wire, node_size: int) -> torch.Tensor:
     node_TK = batch.expert_TK // (batch.local * node_size)
     for node in range(world.size() // node_size):
         choices_T1 = (node_TK == node).sum(1, keepdim=True)
-        total_TH += as_sent(choices_T1 * batch.x_TH.float(), wire)
+        total_TH += as_sent(choices_T1 * batch.x_TH.float(), row_format)
     return total_TH.to(BF16)
 
 
-def flat_bytes(batch: Batch, wire: Wire) -> dict[str, int]:
+def flat_bytes(batch: Batch, row_format: RowFormat) -> dict[str, int]:
     """Bytes that the rank with the most sends to others, of each operation: a row for each rank that a token goes to.
     Routing weights go with dispatch."""
     sent_WW = batch.rows_WW["ours"].clone().fill_diagonal_(0)
     H = batch.case.hidden
-    row = H + -(-H // wire.block_size) if wire.mxfp8 else BF16.itemsize * H
+    row = H + -(-H // row_format.block_size) if row_format.mxfp8 else BF16.itemsize * H
     return {"dispatch": int(sent_WW.sum(1).max()) * (row + 4 * batch.case.top_k),
             "combine": int(sent_WW.sum(0).max()) * row}
 
@@ -82,16 +82,16 @@ def measured_rows(args: argparse.Namespace) -> Iterator[list[dict]]:
     case = Case(256, 256, 2, 8, "random") if args.cases == "tiny" else Case(4096, 7168, 8, 256, "random")
     batch, made = Batch(case), transports(node_size)
     plans = {name: transport.plan(batch.expert_TK, batch.local) for name, transport in made.items()}
-    for dtype in world.in_time(batch.wires, args.seconds):
-        wire = batch.wires[dtype]
-        calls = {name: stages(batch, transport, plans[name], wire) for name, transport in made.items()}
+    for dtype in world.in_time(batch.row_formats, args.seconds):
+        row_format = batch.row_formats[dtype]
+        calls = {name: stages(batch, transport, plans[name], row_format) for name, transport in made.items()}
         found = timing.rows(
             {"nodes": f"{world.size() // node_size} x {node_size}", "dtype": dtype, **asdict(case)},
             {name: Contender(calls[name], partial(
-                check, batch, calls[name], wire, partial(summed, batch, wire, size)), {
+                check, batch, calls[name], row_format, partial(summed, batch, row_format, size)), {
                 "transport": world.name_of(made[name])}) for name, size in ((FLAT, 1), (TWO_HOPS, node_size))},
             args.budget)
-        sent = {FLAT: flat_bytes(batch, wire), TWO_HOPS: two_hop_bytes(made[TWO_HOPS].hops, calls[TWO_HOPS])}
+        sent = {FLAT: flat_bytes(batch, row_format), TWO_HOPS: two_hop_bytes(made[TWO_HOPS].hops, calls[TWO_HOPS])}
         yield [{**row, "bytes": sent[row["contender"]][row["case"]["operation"]]} for row in found
                if row["case"]["operation"] != TOTAL]
 

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ds_mxfp8_moe.compute import casts
 from ds_mxfp8_moe.config import MXFP8MoEConfig
-from ds_mxfp8_moe.transport import Transport, Wire
+from ds_mxfp8_moe.transport import RowFormat, Transport
 from ds_mxfp8_moe.transport.choose import choose
 from exchange import dispatch_combine
 from lib import results_file, run, show, world
@@ -95,10 +95,10 @@ def choices(routing: str, tokens: int, node_size: int) -> torch.Tensor:
         routing, expert_TK)
 
 
-def as_sent(x: torch.Tensor, wire: Wire) -> torch.Tensor:
+def as_sent(x: torch.Tensor, row_format: RowFormat) -> torch.Tensor:
     """float32 rows as they arrive."""
-    if wire.mxfp8:
-        return casts.quantize(x, wire.block_size, wire.scaling_mode).dequantize(torch.float32)
+    if row_format.mxfp8:
+        return casts.quantize(x, row_format.block_size, row_format.scaling_mode).dequantize(torch.float32)
     return x.to(BF16).float()
 
 
@@ -107,9 +107,9 @@ def expert_output(x: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
     return (x.float() * (1 + expert / 16).unsqueeze(-1)).to(BF16)
 
 
-def summed(x_TH: torch.Tensor, expert_TK: torch.Tensor, wire: Wire, node_size: int) -> torch.Tensor:
+def summed(x_TH: torch.Tensor, expert_TK: torch.Tensor, row_format: RowFormat, node_size: int) -> torch.Tensor:
     """What combine has to give, in the order that hierarchical.py states."""
-    x_TH = as_sent(x_TH, wire)
+    x_TH = as_sent(x_TH, row_format)
     answer_TKH = torch.stack([expert_output(x_TH, expert_TK[:, k]) for k in range(TOP_K)], dim=1).float()
     total_TH = torch.zeros_like(x_TH)
     for node in range(world.size() // node_size):
@@ -120,28 +120,28 @@ def summed(x_TH: torch.Tensor, expert_TK: torch.Tensor, wire: Wire, node_size: i
                 here_T1 = (expert_TK[:, k] >= 0) & (expert_TK[:, k] // LOCAL_EXPERTS == rank)
                 rank_TH = rank_TH + torch.where(here_T1.unsqueeze(1), answer_TKH[:, k], 0)
             node_TH = node_TH + rank_TH
-        total_TH = total_TH + as_sent(node_TH, wire)
+        total_TH = total_TH + as_sent(node_TH, row_format)
     return total_TH.to(BF16)
 
 
-def right_bits(transports: dict[str, Transport], routing: str, wire: Wire, node_size: int) -> dict:
+def right_bits(transports: dict[str, Transport], routing: str, row_format: RowFormat, node_size: int) -> dict:
     """Whether dispatch equals the flat transport's, and combine the sum above. One rank has no tokens."""
     tokens = 0 if world.rank() == 1 else TOKENS + 17 * world.rank()
     expert_TK, x_TH = choices(routing, tokens, node_size), world.randn(tokens, HIDDEN)
     weight_TK = torch.rand(tokens, TOP_K, device=device())
     plans = {name: transport.plan(expert_TK, LOCAL_EXPERTS) for name, transport in transports.items()}
-    rows = {name: transports[name].dispatch(plan, x_TH, wire, weight_TK) for name, plan in plans.items()}
+    rows = {name: transports[name].dispatch(plan, x_TH, row_format, weight_TK) for name, plan in plans.items()}
     same = all(map(dispatch_combine.same_bits, rows[FLAT], rows[TWO_HOPS]))
 
     plan, x_PH = plans[TWO_HOPS], rows[TWO_HOPS][0]
     sizes_E = plan.group_ends_E.long().diff(prepend=torch.zeros(1, dtype=torch.long, device=device()))
     first = world.rank() * LOCAL_EXPERTS
     expert_P = torch.arange(first, first + LOCAL_EXPERTS, device=device()).repeat_interleave(sizes_E)
-    y_PH = expert_output(x_PH.dequantize() if wire.mxfp8 else x_PH, expert_P)
-    y_TH, _ = transports[TWO_HOPS].combine(plan, y_PH, wire, BF16)
-    summed_right = dispatch_combine.same_bits(y_TH, summed(x_TH, expert_TK, wire, node_size))
+    y_PH = expert_output(x_PH.dequantize() if row_format.mxfp8 else x_PH, expert_P)
+    y_TH, _ = transports[TWO_HOPS].combine(plan, y_PH, row_format, BF16)
+    summed_right = dispatch_combine.same_bits(y_TH, summed(x_TH, expert_TK, row_format, node_size))
     return {"correct": same and summed_right, **({} if same and summed_right else {
-        "failure": f"{routing}, {wire}: " + ("combine" if same else "dispatch") + " has other bits"})}
+        "failure": f"{routing}, {row_format}: " + ("combine" if same else "dispatch") + " has other bits"})}
 
 
 def rows(node_size: int, cases: str) -> Iterator[dict]:
@@ -155,8 +155,8 @@ def rows(node_size: int, cases: str) -> Iterator[dict]:
                   for name, more in keys.items()}
     if world.name_of(transports[TWO_HOPS]) != TWO_HOPS:
         sys.exit('there are no two hops here: the line "transport ..." above says why')
-    found = [world.everywhere(lambda routing=routing, wire=wire: right_bits(transports, routing, wire, node_size))
-             for routing in ROUTINGS for wire in dispatch_combine.wires().values()]
+    found = [world.everywhere(lambda routing=routing, form=form: right_bits(transports, routing, form, node_size))
+             for routing in ROUTINGS for form in dispatch_combine.row_formats().values()]
     wrong = [one for one in found if not one["correct"]]
     yield {"case": {"operation": "bits", **about}, "contender": TWO_HOPS, "checked": len(found) - len(wrong),
            "correct": not wrong, **({"failure": wrong[0].get("failure", "on another rank")} if wrong else {})}

@@ -27,7 +27,7 @@ from ds_mxfp8_moe.compute.formula import ExpertFormula
 from ds_mxfp8_moe.compute.mx import MXTensor
 from ds_mxfp8_moe.compute.routing import Routes
 from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
-from ds_mxfp8_moe.transport import Plan, Transport, Wire
+from ds_mxfp8_moe.transport import Plan, RowFormat, Transport
 from kernels import shapes
 from kernels.shapes import Case, ends, padded, padded_rows, starts
 from lib import run, show, timing
@@ -66,20 +66,20 @@ class InPlace(Transport):
              meanwhile: Callable[[], None] | None = None, rows: str = "") -> Plan:
         return self.plan_of_all
 
-    def dispatch(self, plan: Plan, x_TH: torch.Tensor, wire: Wire, weight_TK: torch.Tensor | None = None,
+    def dispatch(self, plan: Plan, x_TH: torch.Tensor, row_format: RowFormat, weight_TK: torch.Tensor | None = None,
                  phase: str = "dispatch") -> tuple:
         weight_P = None if weight_TK is None else weight_TK.float().view(-1)
-        return _quantized(x_TH, wire) if wire.mxfp8 else x_TH, weight_P
+        return _quantized(x_TH, row_format) if row_format.mxfp8 else x_TH, weight_P
 
-    def combine(self, plan: Plan, y_PH: torch.Tensor, wire: Wire, dtype: torch.dtype,
+    def combine(self, plan: Plan, y_PH: torch.Tensor, row_format: RowFormat, dtype: torch.dtype,
                 weight_P: torch.Tensor | None = None, phase: str = "combine") -> tuple:
-        if wire.mxfp8:
-            y_PH = _quantized(y_PH, wire).dequantize(dtype)
+        if row_format.mxfp8:
+            y_PH = _quantized(y_PH, row_format).dequantize(dtype)
         return y_PH.to(dtype), None if weight_P is None else weight_P.view(-1, 1)
 
 
-def _quantized(x_PH: torch.Tensor, wire: Wire) -> MXTensor:
-    return casts.quantize(x_PH, wire.block_size, wire.scaling_mode, scale_k_major=True)
+def _quantized(x_PH: torch.Tensor, row_format: RowFormat) -> MXTensor:
+    return casts.quantize(x_PH, row_format.block_size, row_format.scaling_mode, scale_k_major=True)
 
 
 def plain_ffn(x_PH: torch.Tensor, weight_P: torch.Tensor, up_EGH: torch.Tensor, down_EHF: torch.Tensor,
