@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 SECTION = "mxfp8_moe"
 MOST = 2**31 - 1  # of tokens or steps
 LONGEST_VALUE = 120  # in characters, as shown in a message
-WIRE_KEYS = ("dispatch_fwd_dtype", "combine_fwd_dtype", "dispatch_bwd_dtype", "combine_bwd_dtype")
+FORMAT_KEYS = ("dispatch_fwd_dtype", "combine_fwd_dtype", "dispatch_bwd_dtype", "combine_bwd_dtype")
 Dtype = Literal["mxfp8", "bf16"]
 
 
@@ -140,7 +140,7 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
             problems.append('"on_overflow" is "drop", but without "capacity_factor" buffers fit the routing of each '
                             'step and nothing overflows: write a "capacity_factor", or leave "on_overflow" out')
         problems += [f'"recipe" is "bf16", which quantises nothing, but "{key}" is "mxfp8": leave one of the two out'
-                     for key in (*WIRE_KEYS, "preactivation_dtype", "frozen_experts")
+                     for key in (*FORMAT_KEYS, "preactivation_dtype", "frozen_experts")
                      if key in written and self.recipe == "bf16" and getattr(self, key) == "mxfp8"]
         return problems
 
@@ -271,7 +271,7 @@ def resolve(config: MXFP8MoEConfig, device_type: str, capability: tuple[int, int
     hopper = device_type == "cuda" and capability == (9, 0)
     quantize = config.recipe != "bf16"
     wires: dict[str, Any] = {key.removesuffix("_dtype"): getattr(config, key) if quantize else "bf16"
-                             for key in WIRE_KEYS}
+                             for key in FORMAT_KEYS}
     return Recipe(
         quantize_gemm=quantize,
         wgrad="mxfp8" if config.recipe == "mxfp8" else "hp",

@@ -23,10 +23,10 @@ from .compute.grouped_gemm import multiplies_mxfp8
 from .compute.mx import BLOCK_SIZES
 from .compute.recorded import unknown_launcher
 from .config import (
+    FORMAT_KEYS,
     KEYS,
     READERS,
     SECTION,
-    WIRE_KEYS,
     ConfigError,
     MXFP8MoEConfig,
     current_device,
@@ -276,7 +276,7 @@ def _nvlink() -> TransportStatus:
 def section_lines(config: MXFP8MoEConfig, statuses: Sequence[TransportStatus]) -> list[tuple[str, str]]:
     """Every key of the section as (key, text): its value on this machine as JSON, and where the value comes from."""
     recipe = resolve(config, *current_device())
-    chosen = {key: getattr(recipe, key.removesuffix("_dtype")) for key in (*WIRE_KEYS, "preactivation_dtype")}
+    chosen = {key: getattr(recipe, key.removesuffix("_dtype")) for key in (*FORMAT_KEYS, "preactivation_dtype")}
     chosen["scale_block_size"] = recipe.block_size
     usable = [transport.name for transport in statuses if transport.available]
     chosen["transport"] = config.transport or (usable[0] if usable else None)
@@ -320,7 +320,7 @@ def model_like(model: str | None) -> torch.nn.Module | None:
 def _origin(config: MXFP8MoEConfig, key: str) -> str:
     if key in config.model_fields_set and getattr(config, key) is not None:
         return "given"
-    if config.recipe == "bf16" and key in (*WIRE_KEYS, "preactivation_dtype"):
+    if config.recipe == "bf16" and key in (*FORMAT_KEYS, "preactivation_dtype"):
         return "recipe bf16 quantises nothing"
     return KEYS[key]["origin"]
 

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ds_mxfp8_moe.compute import casts
 from ds_mxfp8_moe.compute.formula import ExpertFormula
 from ds_mxfp8_moe.compute.recorded import Weights
-from ds_mxfp8_moe.config import WIRE_KEYS, Recipe
+from ds_mxfp8_moe.config import FORMAT_KEYS, Recipe
 from ds_mxfp8_moe.ffn.expert_math import ExpertMath, Projection
 from ds_mxfp8_moe.transport import RowFormat
 from exchange.dispatch_combine import Today
@@ -39,7 +39,7 @@ NCCL_BF16, NCCL_MXFP8_GEMM, OURS_BF16 = "NCCL bf16", "NCCL bf16, MXFP8 GEMM", "o
 HP, MXFP8 = "ours, mxfp8_wgrad_with_hp", "ours, mxfp8"
 ROWS, TINY_ROWS, EXPERTS = 131072, 2048, 8  # of each rank
 SHAPES = {"tiny": ((256, 128), ), "short": SEED_SHAPES[:1], "full": SEED_SHAPES}
-ALL_BF16, ALL_MXFP8 = (dict.fromkeys(WIRE_KEYS, dtype) for dtype in ("bf16", "mxfp8"))
+ALL_BF16, ALL_MXFP8 = (dict.fromkeys(FORMAT_KEYS, dtype) for dtype in ("bf16", "mxfp8"))
 OURS = {OURS_BF16: {"recipe": "bf16"}, HP: {"recipe": "mxfp8_wgrad_with_hp"}, MXFP8: {"recipe": "mxfp8", **ALL_MXFP8}}
 LEAST_SQNR_DB, LEAST_SQNR_MXFP8_DB = 38, 22  # against the pipeline over NCCL in bf16
 

@@ -25,7 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ds_mxfp8_moe.compute.mx import sqnr_db
-from ds_mxfp8_moe.config import WIRE_KEYS
+from ds_mxfp8_moe.config import FORMAT_KEYS
 from ds_mxfp8_moe.transport import deadline
 from ds_mxfp8_moe.transport.kernel_reports import KernelReports
 from lib import models, run, show, timing, world
@@ -39,7 +39,7 @@ BF16_EXACT, HP_EXACT = "nvlink, bf16", "nvlink, mxfp8_wgrad_with_hp"
 HP_STATIC = "nvlink, mxfp8_wgrad_with_hp, static"
 HP_CLASSIC = "nvlink, mxfp8_wgrad_with_hp, classic"
 RECIPES = {"bf16": {"recipe": "bf16"}, "mxfp8_wgrad_with_hp": {"recipe": "mxfp8_wgrad_with_hp"},
-           "mxfp8": {"recipe": "mxfp8", **dict.fromkeys(WIRE_KEYS, "mxfp8")}}
+           "mxfp8": {"recipe": "mxfp8", **dict.fromkeys(FORMAT_KEYS, "mxfp8")}}
 STATIC = {**RECIPES["mxfp8_wgrad_with_hp"], "transport": "nvlink", "capacity_factor": 2.0}
 # Against DeepSpeed's layer in bf16 with the same weights.
 LEAST_SQNR_DB, LEAST_SQNR_MXFP8_DB = 35, 17

@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "gpt_moe"))
 import data
 import train
 from ds_mxfp8_moe.compute import mx
-from ds_mxfp8_moe.config import SECTION, WIRE_KEYS
+from ds_mxfp8_moe.config import FORMAT_KEYS, SECTION
 from ds_mxfp8_moe.layers.found import converted_layers
 from ds_mxfp8_moe.layers.patches import lent
 from lib import models, results_file, run, world
@@ -104,7 +104,7 @@ def section_of(one: Run, args: argparse.Namespace) -> dict:
     section = own_config(args.ds_config)[SECTION]
     if one.recipe == OWN:
         return section
-    dropped = (*WIRE_KEYS, "preactivation_dtype")
+    dropped = (*FORMAT_KEYS, "preactivation_dtype")
     return {key: value for key, value in section.items() if key not in dropped} | {"recipe": BF16}
 
 
