@@ -47,7 +47,8 @@ CASES = [("qwen3_moe", 0, 1, {}, plainly), ("qwen3_moe", 1, 3, BF16, plainly), (
          ("qwen3_moe", 2, 1, BF16, uneven), ("deepseek_v3", 2, 1, BF16, uneven), ("qwen3_moe", 1, 1, BF16, padded),
          ("qwen3_moe", 1, 1, BF16, same_mask), ("qwen3_moe", 1, 1, BF16, inference_tensors),
          ("qwen3_moe", 1, 1, BF16, kept_outputs), ("qwen3_moe", 1, 1, BF16, early)]
-CASES += [(family, 1, 2, BF16, plainly) for family in FAMILIES if family != "qwen3_moe"]
+# Eager attention, which gpt_oss has by default, returns its weights beside its output: no graph does.
+CASES += [(family, 1, 2, BF16, plainly) for family in FAMILIES if family not in ("qwen3_moe", "gpt_oss")]
 CASES = {f"{family}-zero{stage}-{steps_of}-{train.__name__}": (train, family, stage, steps_of, dtype)
          for family, stage, steps_of, dtype, train in CASES}
 QUICK = ("qwen3_moe-zero1-2-lengths", "qwen3_moe-zero1-1-evaluation", "qwen3_moe-zero1-1-padded",
