@@ -28,7 +28,7 @@ from ..layers.adapters import adapted_parts
 from ..layers.classic import LayerSettings, MXFP8MOELayer
 from ..layers.experts import ExpertBlock, MXFP8Experts
 from ..layers.frozen_experts import frozen_layers, frozen_of
-from ..layers.recognise import foreign_code, recognise
+from ..layers.recognise import ExpertsAtConversion, foreign_code, recognise
 from ..layers.stacked import shape_of
 from ..ops.private_names import missing
 
@@ -157,6 +157,7 @@ def convert_layers(model: torch.nn.Module, config: MXFP8MoEConfig, broken: str =
         settings = LayerSettings(name=label, formula=formula, recipe=recipe, config=config,
                                  min_tokens_per_expert=fewest_tokens)
         inner.__class__, inner.mxfp8_settings = MXFP8MOELayer, settings
+        inner.mxfp8_experts = ExpertsAtConversion(inner.experts)
         inner.mxfp8_weights = ExpertWeights(inner.experts.deepspeed_experts, formula)
         detail = f"{_placement(inner)}, {_describe(settings, str(formula))}{_trained(inner)}"
         layers.append(LayerReport(label, kind, True, detail))

@@ -24,6 +24,7 @@ from ..transport import Transport
 from ..transport.choose import choose
 from ..transport.deadline import deadline_for, tell_peers_on_error
 from .patches import lent
+from .recognise import ExpertsAtConversion
 from .watch import watch
 
 
@@ -102,6 +103,7 @@ class MXFP8MOELayer(MOELayer):
     """The inner layer of a converted MoE: routes with DeepSpeed's gate, computes with `ExpertFFN`."""
 
     mxfp8_settings: LayerSettings
+    mxfp8_experts: ExpertsAtConversion
     mxfp8_weights: ExpertWeights
     mxfp8_kept: KeptWeights | None = None
     mxfp8_sums: ReferenceType | None = None  # to an optimizer of engine/zero.py
@@ -121,8 +123,9 @@ class MXFP8MOELayer(MOELayer):
 
     @tell_peers_on_error
     def _check_input(self, x: torch.Tensor) -> None:
-        """Raises an error, before any collective, if the experts cannot take the input."""
+        """Raises an error, before any collective, if the experts cannot take the input or have changed."""
         settings = self.mxfp8_settings
+        self.mxfp8_experts.check(settings.name, self.experts)
         settings.check_input(x, self.mxfp8_weights.dtype)
         if self.ep_size > 1 and self.ep_group is None:
             raise RuntimeError(f"{settings.name}: expert parallelism over {self.ep_size} ranks has no process group "

@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts by their structure: what is recognised, and each reason to refuse."""
+"""Experts by their structure: what is recognised, each reason to refuse, and what a converted layer notices."""
 
+import copy
+
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
+from deepspeed.moe.layer import MoE
+from deepspeed.profiling.flops_profiler import FlopsProfiler
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
+from ds_mxfp8_moe import convert
 from ds_mxfp8_moe.compute.formula import Activation, ExpertWeights
 from ds_mxfp8_moe.layers.recognise import recognise
 from tests.support.expert_modules import FFN, Gated, H, Mlp, Packed, local_experts, mlp, refused
@@ -250,3 +256,112 @@ def test_tied_weights():
 ])
 def test_experts_unlike_each_other(other, reason):
     assert refused(nn.ModuleList([mlp(), other])).startswith(reason)
+
+
+# ---- after conversion ---------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(H, H)
+        self.moe = MoE(H, mlp(nn.GELU()), num_experts=4, k=2)
+
+    def forward(self, x):
+        return self.moe(self.first(x))[0]
+
+    @property
+    def container(self):
+        return self.moe.deepspeed_moe.experts
+
+    @property
+    def experts(self):
+        return self.container.deepspeed_experts
+
+
+def converted() -> Model:
+    model = Model()
+    assert convert(model).converted == 1
+    return model
+
+
+def step(model):
+    model(torch.randn(2, 8, H)).sum().backward()
+
+
+CHANGES = {
+    "forward hook": (lambda m: m.experts[2].register_forward_hook(nothing),
+                     r"experts\.deepspeed_experts\.2 \(Sequential\) was given a forward hook"),
+    "backward hook": (lambda m: m.experts[0][0].register_full_backward_hook(nothing), r"0\.0 .*a backward hook"),
+    "hook on all experts": (lambda m: m.container.register_forward_hook(nothing), r"experts \(Experts\) was given"),
+    "forward": (lambda m: setattr(m.experts[1], "forward", nothing), r"\.1 .* was given a replaced forward method"),
+    "activation": (lambda m: m.experts[1].__setitem__(1, nn.ReLU()), r"a module in experts\.deepspeed_experts\.1 "),
+    "expert": (lambda m: m.experts.__setitem__(1, mlp()), r"a module in experts\.deepspeed_experts \(ModuleList\)"),
+    "all experts": (lambda m: setattr(m.moe.deepspeed_moe, "experts", copy.deepcopy(m.container)),
+                    "its experts were replaced"),
+    "adapter": (lambda m: peft.inject_adapter_in_model(peft.LoraConfig(target_modules=r".*experts\.\d\.2"), m),
+                r"a module in .*\.0 "),
+}
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_after_conversion_raises_and_converting_again_takes_it(change):
+    model = converted()
+    step(model)
+    do, message = CHANGES[change]
+    do(model)
+    with pytest.raises(RuntimeError, match=rf"^moe: .*{message}.* after conversion.*'exclude'"):
+        step(model)
+    convert(model)
+    if change != "forward":  # which does not compute
+        step(model)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_changes_that_a_converted_layer_allows():
+    model = converted()
+    model.experts[0].register_forward_hook(nothing).remove()
+    model.first.register_forward_hook(nothing)
+    model.moe.deepspeed_moe.register_forward_hook(nothing)
+    model.eval().requires_grad_(False)
+    model.train().requires_grad_(True)
+    model.experts[0][0].weight = nn.Parameter(torch.zeros(FFN, H))
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    model.bfloat16().float()
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["first"]), model)
+    step(model)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_deepspeed_s_own_hooks_are_allowed():
+    model = converted()
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()
+    assert model.experts[0]._forward_hooks
+    step(model)
+    profiler.end_profile()
+    step(model)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_copy_of_a_converted_model_notices_its_own_changes():
+    model = converted()
+    with torch.no_grad():  # an auxiliary loss with a graph cannot be copied
+        model(torch.randn(2, 8, H))
+    twin = copy.deepcopy(model)
+    step(twin)
+    twin.experts[0].register_forward_hook(nothing)
+    step(model)
+    with pytest.raises(RuntimeError, match="forward hook"):
+        step(twin)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_compiled_model_notices_changes():
+    model = converted()
+    compiled = torch.compile(model, backend="eager")
+    step(compiled)
+    model.experts[0].register_forward_hook(nothing)
+    with pytest.raises(RuntimeError, match="forward hook"):
+        step(compiled)
