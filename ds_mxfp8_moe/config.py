@@ -270,7 +270,7 @@ def resolve(config: MXFP8MoEConfig, device_type: str, capability: tuple[int, int
     # take the format's own 32. The pair must be exact: ROCm reports (9, 4) and (9, 5) for its own chips.
     hopper = device_type == "cuda" and capability == (9, 0)
     quantize = config.recipe != "bf16"
-    wires: dict[str, Any] = {key.removesuffix("_dtype"): getattr(config, key) if quantize else "bf16"
+    formats: dict[str, Any] = {key.removesuffix("_dtype"): getattr(config, key) if quantize else "bf16"
                              for key in FORMAT_KEYS}
     return Recipe(
         quantize_gemm=quantize,
@@ -278,7 +278,7 @@ def resolve(config: MXFP8MoEConfig, device_type: str, capability: tuple[int, int
         block_size=config.scale_block_size or (128 if hopper else 32),
         scaling_mode=config.scaling_mode,
         preactivation=config.preactivation_dtype if quantize else "bf16",
-        **wires,
+        **formats,
     )
 
 

@@ -2,7 +2,7 @@
 """What forward and backward of one call of an expert FFN share: `Call`, and the weights in the order in which autograd
 takes them.
 
-The letters in tensor names are those of expert_ffn.py.
+expert_ffn.py explains the letters in tensor names.
 """
 
 import math
@@ -170,10 +170,10 @@ def _rows_in_words(hidden_size: int, dtype: torch.dtype, recipe: Recipe, fewest:
 
     `backward`: whether a backward follows. A rank that evaluates alone would meet its peers' training otherwise.
     """
-    wires = f"{recipe.dispatch_fwd}/{recipe.combine_fwd}, gradients {recipe.combine_bwd}/{recipe.dispatch_bwd}"
+    formats = f"{recipe.dispatch_fwd}/{recipe.combine_fwd}, gradients {recipe.combine_bwd}/{recipe.dispatch_bwd}"
     mode = "" if backward else ", without gradients"
-    blocks = f", blocks of {recipe.block_size}" if "mxfp8" in wires else ""
-    return f"tokens of {hidden_size} {dtype} as {wires}{blocks}, bf16 below {fewest:g} an expert{mode}"
+    blocks = f", blocks of {recipe.block_size}" if "mxfp8" in formats else ""
+    return f"tokens of {hidden_size} {dtype} as {formats}{blocks}, bf16 below {fewest:g} an expert{mode}"
 
 
 def _warn_of_few_tokens(fewest: float) -> None:

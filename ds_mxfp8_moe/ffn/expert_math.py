@@ -215,8 +215,8 @@ class ExpertMath:
         """The backward of `gemm`. `x_PK`: None if no weight needs a gradient.
 
         Returns:
-            The gradient [P, K] of the rows; those of the weights by role, without those that went to sums; and those
-            of the adapter, None if there is none.
+            The rows' gradient [P, K]; the weights' gradients by role, except those written to sums; and the adapter's
+            gradients, None without an adapter.
         """
         wanted = not needed.isdisjoint(projection.roles)
         low_PR, of_adapter = self._adapter_backward(g_PN, x_PK, projection, ends_E)

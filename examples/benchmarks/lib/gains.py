@@ -61,9 +61,9 @@ def plot(groups: dict[str, list[Gain]], pyplot: Any, absolute: bool = False) -> 
                     left = rate / unit
                     used.add(part)
             rates = {"bf16": one.bf16, "MXFP8": one.mxfp8}
-            told = ", ".join(f"{one.times(rate)} {name}" for name, rate in rates.items() if rate and one.base)
+            speedups = ", ".join(f"{one.times(rate)} {name}" for name, rate in rates.items() if rate and one.base)
             tokens = f"{(one.mxfp8 or one.bf16 or one.base) / 1000:.1f}k tokens/s"
-            axis.text(left, y, "  " + "; ".join(filter(None, [told, tokens])), va="center")
+            axis.text(left, y, "  " + "; ".join(filter(None, [speedups, tokens])), va="center")
             longest = max(longest, left)
         y += 1.4
     axis.set_yticks(list(ticks), list(ticks.values()))
