@@ -239,7 +239,7 @@ def wgrad_bf16_kernel(g_desc, a_desc, out_desc, out, ends, E, P, N, K, split_n, 
         ], [4, 1], [232, 40])
 
 
-def _launch_bf16(g_PN, g_scale, a_PK, a_scale, block_size, ends_E, out_ENK, goal, sms) -> None:
+def _launch_bf16(g_PN, g_scale, a_PK, a_scale, block_size, ends_E, out_ENK, goal) -> None:
     (P, N), K, E = g_PN.shape, a_PK.shape[1], ends_E.shape[0]
     by_tma = out_ENK.dtype != torch.float32
     tiles = E * cdiv(N, 128) * cdiv(K, 256)
@@ -252,7 +252,7 @@ def _launch_bf16(g_PN, g_scale, a_PK, a_scale, block_size, ends_E, out_ENK, goal
         conversion = (*mx[0], *mx[1], *counters(E, P, g_PN.device))
     else:
         conversion = (None, ) * 6
-    wgrad_bf16_kernel[(min(sms or multiprocessors(out_ENK.device), tiles), )](
+    wgrad_bf16_kernel[(min(multiprocessors(out_ENK.device), tiles), )](
         descriptor(plain[0], [64, 64]), descriptor(plain[1], [64, 256]), out_descriptor(out_ENK, by_tma), out_ENK,
         ends_E, E, P, N, K, out_ENK.shape[1], goal.jump, goal.factor, *conversion, ADD=goal.add, B=block_size,
         STRIP=16, STAGES=3 if by_tma or block_size else 4, BY_TMA=by_tma, num_warps=4)
@@ -269,15 +269,13 @@ def out_descriptor(out_ENK: torch.Tensor, by_tma: bool):
 
 
 def grouped_mm_wgrad_bf16(g_PN: torch.Tensor | MXParts, a_PK: torch.Tensor | MXParts, ends_E: torch.Tensor,
-                          out_dtype: torch.dtype, sms: int = 0, splits: int = 1,
-                          goal: Goal | None = None) -> torch.Tensor:
+                          out_dtype: torch.dtype, splits: int = 1, goal: Goal | None = None) -> torch.Tensor:
     """Contracts over each group's rows: [E, N, K] in `out_dtype`.
 
     Args:
         g_PN, a_PK: rows, contiguous, both bf16 or both fp16. One or both may be MXFP8, with one block size; the other
             is then bf16. MXFP8 rows are dequantised to bf16.
         ends_E: int32 ends of the groups on the device, multiples of 64. With an MXFP8 operand, multiples of 128.
-        sms: the most multiprocessors that the kernel takes. 0 stands for all of them.
         splits: pieces into which N is cut, each a multiple of 64. The result is [splits * E, N / splits, K], with each
             piece contiguous.
         goal: where the result goes, in `out_dtype`. P is not 0. Returns its out_ENK.
@@ -290,7 +288,7 @@ def grouped_mm_wgrad_bf16(g_PN: torch.Tensor | MXParts, a_PK: torch.Tensor | MXP
     if P == 0:
         return out_ENK.zero_()
     if g_block or not a_block or out_dtype == torch.float32 or ends_E.shape[0] * N < 4 * P or K < N:
-        _launch_bf16(g, g_scale, a, a_scale, block_size, ends_E, out_ENK, goal, sms)
+        _launch_bf16(g, g_scale, a, a_scale, block_size, ends_E, out_ENK, goal)
         return out_ENK
     # Few, wide rows: their bf16 copy decides the peak of memory. Handle one half of their columns after the other. The
     # price is that g, which is narrower, is read twice.
@@ -298,5 +296,5 @@ def grouped_mm_wgrad_bf16(g_PN: torch.Tensor | MXParts, a_PK: torch.Tensor | MXP
     for k in range(0, K, columns):
         scale = a_scale[:, k // block_size:(k + columns) // block_size]
         part = out_ENK[..., k:k + columns]
-        _launch_bf16(g, g_scale, a[:, k:k + columns], scale, block_size, ends_E, part, goal, sms)
+        _launch_bf16(g, g_scale, a[:, k:k + columns], scale, block_size, ends_E, part, goal)
     return out_ENK

@@ -177,13 +177,12 @@ def _transposed(data_PK: torch.Tensor, scale: torch.Tensor) -> tuple:
 
 
 def grouped_mm_wgrad_mxfp8_rows(g_PN: MXParts, a_PK: MXParts, ends_E: torch.Tensor, out_dtype: torch.dtype,
-                                sms: int = 0, splits: int = 1, goal: Goal | None = None) -> torch.Tensor:
+                                splits: int = 1, goal: Goal | None = None) -> torch.Tensor:
     """Contracts over each group's rows: [E, N, K] in `out_dtype`.
 
     Args:
         g_PN, a_PK: rows. Blocks of 128, contiguous data.
         ends_E: int32 ends of the groups on the device, multiples of 128.
-        sms: the most multiprocessors that the kernel takes. 0 stands for all of them.
         splits: pieces into which N is cut, each a multiple of 64. The result is [splits * E, N / splits, K], with each
             piece contiguous.
         goal: where the result goes, in `out_dtype`. P is not 0. Returns its out_ENK.
@@ -201,7 +200,7 @@ def grouped_mm_wgrad_mxfp8_rows(g_PN: MXParts, a_PK: MXParts, ends_E: torch.Tens
     tiles = E * cdiv(N, 128) * cdiv(K, 256)
     a_KP, a_scale, mx_a = _transposed(a_PK.qdata, a_PK.scale_bytes)
     g_NP, g_scale, mx_g = _transposed(g_PN.qdata, g_PN.scale_bytes)
-    wgrad_rows_kernel[(min(sms or multiprocessors(a_KP.device), tiles), )](
+    wgrad_rows_kernel[(min(multiprocessors(a_KP.device), tiles), )](
         descriptor(g_NP, [64, 128]), descriptor(a_KP, [128, 128]), out_descriptor(out_ENK, by_tma), out_ENK, g_scale,
         g_scale.shape[1], a_scale, ends_E, E, P, N, K, N // splits, goal.jump, goal.factor, *mx_g, *mx_a,
         *counters(E, P, a_KP.device), ADD=goal.add, STRIP=8, STAGES=3, BY_TMA=by_tma, num_warps=4)
