@@ -35,6 +35,8 @@ def test_every_key_is_read():
     assert set(type(config).model_fields) == {*ALL_KEYS, *OF_TWO_HOPS}
     for key, value in ALL_KEYS.items():
         assert config.model_dump()[key] == (tuple(value) if isinstance(value, list) else value)
+    config = parse({"mxfp8_moe": OF_TWO_HOPS})
+    assert {key: getattr(config, key) for key in OF_TWO_HOPS} == OF_TWO_HOPS
 
 
 def test_debug_keys_stand_in_an_object_and_are_deprecated_beside_it():
@@ -55,18 +57,9 @@ def test_wrong_debug_keys(debug, said):
     assert problems(debug=debug, nvlink_sms=24)[0].startswith(said)
 
 
-def test_the_keys_of_two_hops_are_read():
-    config = parse({"mxfp8_moe": OF_TWO_HOPS})
-    assert {key: getattr(config, key) for key in OF_TWO_HOPS} == OF_TWO_HOPS
-    assert parse({"mxfp8_moe": {"node_size": 4}}).transport is None
-
-
 def test_no_section_or_no_enabled_is_off():
-    assert not parse(None).enabled
-    assert not parse({"train_batch_size": 8}).enabled
-    assert not parse({"mxfp8_moe": {}}).enabled
-    assert not parse({"mxfp8_moe": {"recipe": "mxfp8"}}).enabled
-    assert parse({"mxfp8_moe": {"enabled": True}}).enabled
+    for config in (None, {"train_batch_size": 8}, {"mxfp8_moe": {}}, {"mxfp8_moe": {"recipe": "mxfp8"}}):
+        assert not parse(config).enabled
 
 
 def test_reads_what_deepspeed_initialize_reads(tmp_path):
@@ -138,6 +131,8 @@ def test_objects_that_are_no_json_are_shown_by_their_type():
 
 def test_unknown_key_names_the_nearest_and_all_valid_ones():
     (line,) = problems(enabled=True, recipie="mxfp8")
+    with pytest.raises(ConfigError, match='unknown key "recipie".*did you mean "recipe"'):
+        MXFP8MoEConfig(recipie="mxfp8")
     assert line.startswith('unknown key "recipie" (given "mxfp8"); did you mean "recipe"? Valid: "enabled", "recipe",')
     assert all(f'"{key}"' in line for key in {*ALL_KEYS, "debug"} - {*DEBUG_KEYS})
     for key, nearest in (("Enabled", "enabled"), ("block_size", "scale_block_size"), ("excludes", "exclude")):
@@ -188,25 +183,12 @@ def test_bad_metrics():
     assert problems(metrics={"every": 0}) == ['"every" is 0. Input should be greater than or equal to 1']
     (line,) = problems(metrics={"every": 5, "evry": 5})
     assert line == 'unknown key "evry" (given 5); did you mean "every"? Valid: "every"'
-    (line,) = problems(metrics=100)
-    assert line.startswith('"metrics" is 100')
 
 
-@pytest.mark.parametrize("key", sorted({*ALL_KEYS, *OF_TWO_HOPS}))
-def test_auto_is_no_value(key):
-    (line,) = problems(**{key: "auto"})
-    assert line == f'"{key}" is "auto", which is no value here: leave the key out to have it chosen'
-
-
-def test_every_problem_gets_its_line():
-    assert len(problems(recipie="mxfp8", self_check="auto", scaling_mode="up", include=["("])) == 4
-
-
-def test_direct_construction_raises_the_same():
-    with pytest.raises(ConfigError, match='unknown key "recipie".*did you mean "recipe"'):
-        MXFP8MoEConfig(recipie="mxfp8")
-    with pytest.raises(ConfigError, match="scale_block_size"):
-        MXFP8MoEConfig(scale_block_size=64)
+def test_auto_is_no_value_and_every_problem_gets_its_line():
+    keys = {*ALL_KEYS, *OF_TWO_HOPS}
+    assert set(problems(**dict.fromkeys(keys, "auto"))) == {
+        f'"{key}" is "auto", which is no value here: leave the key out to have it chosen' for key in keys}
 
 
 @pytest.mark.parametrize("key", ["dispatch_fwd_dtype", "combine_bwd_dtype", "preactivation_dtype"])
@@ -217,10 +199,8 @@ def test_recipe_bf16_refuses_a_written_mxfp8(key):
 
 
 @pytest.mark.parametrize("key, value, needed, transport", [
-    (key, value, needed, transport)
-    for needed, keys in (("nvlink", {"capacity_factor": 1.5, "nvlink_sms": 8}),
-                         ("hierarchical", {"node_size": 2, "wire": "host"}))
-    for key, value in keys.items() for transport in ("collective", "nvlink", "hierarchical") if transport != needed])
+    ("capacity_factor", 1.5, "nvlink", "collective"), ("nvlink_sms", 8, "nvlink", "hierarchical"),
+    ("node_size", 2, "hierarchical", "nvlink"), ("wire", "host", "hierarchical", "collective")])
 def test_transports_refuse_the_keys_of_others(key, value, needed, transport):
     (line,) = problems(transport=transport, **{key: value})
     assert f'"{key}" needs the transport {needed}, but "transport" is "{transport}": leave one of the two out' in line
@@ -230,22 +210,13 @@ def test_transports_refuse_the_keys_of_others(key, value, needed, transport):
 def test_nothing_is_dropped_without_a_capacity():
     (line,) = problems(on_overflow="drop")
     assert line.startswith('"on_overflow" is "drop", but without "capacity_factor" buffers fit the routing')
-    assert parse({"mxfp8_moe": {"on_overflow": "error"}}).on_overflow == "error"
-    assert parse({"mxfp8_moe": {"capacity_factor": 1.5}}).on_overflow == "error"
     assert parse({"mxfp8_moe": {"capacity_factor": 1.5, "on_overflow": "drop"}}).on_overflow == "drop"
 
 
-@pytest.mark.parametrize(
-    "name", ["mxfp8-moe", "mxfp8_MoE", "mx_fp8_moe", "mxfp8moe", "mxfp8_mo", "mxpf8_moe", "moe_mxfp8", "_mxfp8_moe"]
-)
+@pytest.mark.parametrize("name", ["mxfp8-moe", "mxfp8_MoE", "mxfp8moe", "mxpf8_moe", "moe_mxfp8"])
 def test_misspelt_section(name):
     with pytest.raises(ConfigError, match=f'section "{name}": did you mean "mxfp8_moe"'):
         parse({"train_batch_size": 8, name: {"enabled": True}})
-
-
-@pytest.mark.parametrize("name", ["fp8_moe", "mxfp4_moe", "mxfp6_moe", "my_fp8_moe", "nvfp4_moe"])
-def test_sections_of_other_formats_are_not_ours(name):
-    assert parse({name: {"enabled": True}}) == MXFP8MoEConfig()
 
 
 def test_section_in_the_wrong_place_or_of_the_wrong_kind():
@@ -256,9 +227,9 @@ def test_section_in_the_wrong_place_or_of_the_wrong_kind():
             parse({"mxfp8_moe": value})
 
 
-def test_no_key_of_deepspeeds_own_is_taken_for_a_misspelling():
+def test_no_key_of_deepspeeds_own_or_of_another_format_is_taken_for_a_misspelling():
     """Every string constant of deepspeed.runtime that could be a key, as top-level key and one level down."""
-    keys = {"fp8", "moe", "mxfp4", "expert_parallel", "autoep", "custom_section"}
+    keys = {"fp8", "moe", "mxfp4", "expert_parallel", "autoep", "custom_section", "fp8_moe", "mxfp4_moe", "nvfp4_moe"}
     for info in pkgutil.walk_packages(deepspeed.runtime.__path__, "deepspeed.runtime."):
         if info.name.endswith(("constants", "runtime.config")):
             keys |= {value for value in vars(importlib.import_module(info.name)).values() if isinstance(value, str)}
@@ -311,5 +282,3 @@ def test_recipes():
     bf16 = resolve(MXFP8MoEConfig(recipe="bf16"), *HOPPER)
     assert not bf16.quantize_gemm and bf16.wgrad == "hp"
     assert {bf16.dispatch_fwd, bf16.combine_fwd, bf16.dispatch_bwd, bf16.combine_bwd, bf16.preactivation} == {"bf16"}
-    for recipe in (mxfp8, bf16):
-        assert copy.deepcopy(recipe) == recipe and hash(copy.deepcopy(recipe)) == hash(recipe)

@@ -25,7 +25,7 @@ from ds_mxfp8_moe.compute.mx import (
     sqnr_db,
     transpose_rescale,
 )
-from tests.support.float64_oracle import cast
+from tests.support.float64_oracle import cast, values
 
 INF, NAN = float("inf"), float("nan")
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -136,50 +136,30 @@ def test_nan_with_a_sign_and_a_payload():
 
 @pytest.mark.parametrize("mode", ("rceil", "floor"))
 @pytest.mark.parametrize("dtype", ALL, ids=str)
-def test_random_bits_against_the_oracle(dtype, mode):
-    """Any bit pattern: a few exponents per block, so that scales, ties and subnormals all occur."""
+@pytest.mark.parametrize("block", ((1, 32), (1, 128), (128, 128)), ids=str)
+def test_random_bits_against_the_oracle(block, dtype, mode):
+    """Any bit pattern: a few exponents per block, so that scales, ties and subnormals all occur. The last blocks and
+    tiles are short: 160 x 288 has tiles of 128 and 32 rows by 128, 128 and 32 columns."""
     g = torch.Generator().manual_seed(11)
     width, mantissa = {F32: (8, 23), BF16: (8, 7), F16: (5, 10)}[dtype]
-    base = torch.randint(0, 2**width - 1, (24, 1), generator=g)
-    exponent = (base - torch.randint(0, 14, (24, 32), generator=g)).clamp(0, 2**width - 2)
-    fraction = torch.randint(0, 2**mantissa, (24, 32), generator=g)
-    fraction = torch.where(torch.rand(24, 32, generator=g) < 0.5, fraction >> (mantissa - 4) << (mantissa - 4),
+    base = torch.randint(0, 2**width - 1, (160, 9), generator=g).repeat_interleave(32, 1)
+    exponent = (base - torch.randint(0, 14, (160, 288), generator=g)).clamp(0, 2**width - 2)
+    fraction = torch.randint(0, 2**mantissa, (160, 288), generator=g)
+    fraction = torch.where(torch.rand(160, 288, generator=g) < 0.5, fraction >> (mantissa - 4) << (mantissa - 4),
                            fraction)  # half of them short, where ties are
-    bits = (exponent << mantissa) | fraction | torch.randint(0, 2, (24, 32), generator=g) << (width + mantissa)
+    bits = (exponent << mantissa) | fraction | torch.randint(0, 2, (160, 288), generator=g) << (width + mantissa)
     x = bits.to(torch.int32).view(F32) if dtype == F32 else bits.to(torch.int32).to(torch.int16).view(dtype)
     assert x.isfinite().all()
-    mx = quantize(x, 32, mode)
-    expected = cast(x, (1, 32), mode)
+    mx = quantize(x, block[1], mode) if block[0] == 1 else quantize_tiles(x, mode)
+    expected = cast(x, block, mode)
     assert torch.equal(scale_bytes(mx), expected.scale) and torch.equal(data_bytes(mx), expected.data)
-    assert mx.dtype == dtype and torch.equal(mx.dequantize(F32), mx.qdata.float() * mx.scale.float())
+    assert mx.dtype == dtype and torch.equal(mx.dequantize(F32).double(), values(expected, block))
 
 
-@pytest.mark.parametrize("size, scales", ((32, 1), (96, 1), (128, 1), (160, 2), (224, 2), (288, 3)))
-def test_tail_blocks(size, scales):
-    """The last of the blocks of 128 may hold 32, 64 or 96; its scale comes from those alone."""
-    x = torch.ones(3, size)
-    x[:, -1] = 4.0  # byte 121 for the last block, 119 for the others
-    mx = quantize(x, 128)
-    assert mx.shape == (3, size) and scale_bytes(mx).tolist() == [[119] * (scales - 1) + [121]] * 3
-    assert torch.equal(mx.dequantize(), x)
-
-
-def test_tiles():
-    """160 x 288: tiles of 128 and 32 rows by 128, 128 and 32 columns, one scale each."""
-    w = torch.ones(160, 288)
-    for i, rows in enumerate((slice(0, 128), slice(128, 160))):
-        for j, columns in enumerate((slice(0, 128), slice(128, 256), slice(256, 288))):
-            w[rows, columns][-1, -1] = 2.0**(3 * i + j + 1)
-    mx = quantize_tiles(w)
-    assert scale_bytes(mx).tolist() == [[120, 121, 122], [123, 124, 125]]
-    assert mx.tiled and mx.block_size == 128 and torch.equal(mx.dequantize(), w)
-
-
-@pytest.mark.parametrize("mode", ("rceil", "floor"))
-@pytest.mark.parametrize("shape", ((160, 288), (128, 128), (3, 96, 160), (2, 2, 32, 64)))
-def test_one_rounding_of_tiles_serves_the_transpose(shape, mode):
+@pytest.mark.parametrize("shape", ((160, 288), (2, 2, 32, 64)))
+def test_one_rounding_of_tiles_serves_the_transpose(shape):
     w = torch.randn(shape)
-    a, b = quantize_tiles(w, mode), quantize_tiles(w.transpose(-1, -2), mode)
+    a, b = quantize_tiles(w), quantize_tiles(w.transpose(-1, -2))
     assert torch.equal(data_bytes(a), data_bytes(b).transpose(-1, -2))
     assert torch.equal(scale_bytes(a), scale_bytes(b).transpose(-1, -2))
     assert torch.equal(a.dequantize(), b.dequantize().transpose(-1, -2))
@@ -297,7 +277,7 @@ def test_moves_of_whole_rows_stay_quantised(mx):
         assert type(moved) is MXTensor, name
         assert torch.equal(moved.dequantize(), move(mx.dequantize())), name
         assert moved.scale.shape == (*moved.shape[:-1], 4), name
-    for move in (lambda t: t[1], lambda t: t[:, 1], lambda t: t[:, 1:], lambda t: t[index[1:], mask[:2].long()]):
+    for move in (lambda t: t[1], lambda t: t[:, 1:], lambda t: t[index[1:], mask[:2].long()]):
         assert type(move(cube)) is MXTensor and torch.equal(move(cube).dequantize(), move(cube.dequantize()))
 
 
@@ -345,16 +325,12 @@ def test_deepcopy_and_save(mx):
 DATA, SCALES = torch.ones(8, 64).to(torch.float8_e4m3fn), torch.full((8, 2), 127, dtype=torch.uint8)
 # Parts that do not belong together, and the argument that the error names.
 NOT_PARTS = {
-    "one scale": ("scales of shape (8, 2)", (DATA, SCALES[:1, :1])),
     "one scale for each row": ("scales of shape (8, 2)", (DATA, SCALES[:, :1])),
-    "scales of half the rows": ("scales of shape (8, 2)", (DATA, SCALES[:4])),
     "scales of blocks of 32": ("scales of shape (8, 1)", (DATA, SCALES, 128)),
-    "scales along the other axis": ("scales of shape (8, 2)", (DATA, SCALES.t())),
     "scales of rows for tiles": ("scales of shape (1, 1)", (DATA, SCALES, 128, BF16, True)),
     "scales elsewhere": ("there; got", (DATA, SCALES.to("meta"))),
     "plain scales": ("MXTensor: scale is", (DATA, torch.ones(8, 2))),
     "bytes as data": ("MXTensor: qdata is", (DATA.view(torch.uint8), SCALES)),
-    "e5m2": ("MXTensor: qdata is", (DATA.to(torch.float8_e5m2), SCALES)),
     "no tensor": ("MXTensor: qdata is None", (None, SCALES)),
     "half a block": ("multiple of 32", (DATA[:, :48], SCALES)),
     "a single value": ("expected 1 axes", (DATA[0, 0], SCALES[0, 0])),
@@ -449,24 +425,22 @@ def test_gradients_flow_through_dequantize(mx, dtype):
     assert not mx.dequantize().requires_grad
 
 
-def test_torch_compile_of_a_leafs_dequantize(mx):
-    leaf = mx.detach().requires_grad_()
-    torch.compile(lambda x: x.dequantize() * 2, backend="aot_eager", fullgraph=True)(leaf).sum().backward()
-    torch._dynamo.reset()
-    assert torch.equal(leaf.grad, torch.full((6, 128), 2.0).bfloat16())
-
-
 def test_torch_compile(mx):
+    """Of a leaf, whose dequantize has a gradient."""
 
     def f(x, y):
-        return (x.dequantize() * 2 + y).type_as(x) + x * y, x[1:3]
+        return (x.dequantize() * 2 + y).type_as(x) + x.detach() * y, x.detach()[1:3]
 
-    y = torch.randn(6, 128).bfloat16()
-    expected, rows = f(mx, y)
-    actual, compiled_rows = torch.compile(f, backend="aot_eager", fullgraph=True)(mx, y)
+    y, found = torch.randn(6, 128).bfloat16(), []
+    for call in (f, torch.compile(f, backend="aot_eager", fullgraph=True)):
+        leaf = mx.detach().requires_grad_()
+        out, rows = call(leaf, y)
+        out.sum().backward()
+        assert type(rows) is MXTensor and same_bytes(rows, mx[1:3])
+        found.append((out, leaf.grad))
     torch._dynamo.reset()
-    assert torch.equal(expected, actual)
-    assert type(compiled_rows) is MXTensor and same_bytes(rows, compiled_rows)
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    assert torch.equal(leaf.grad, torch.full((6, 128), 2.0).bfloat16())
 
 
 def test_sqnr():

@@ -54,8 +54,15 @@ class Machine:
         return "nccl"
 
 
-def values(lines):
-    return dict(lines)
+@pytest.fixture
+def reported(tmp_path, capsys):
+    """Runs the report on a config, or on a text, in a file of this name. Returns what it prints."""
+    def reported(config, *arguments, name="ds_config.json", status=0):
+        (tmp_path / name).write_text(config if isinstance(config, str) else json.dumps(config))
+        assert report.main([str(tmp_path / name), *map(str, arguments)]) == status
+        return capsys.readouterr().out
+
+    return reported
 
 
 def test_report_on_this_machine(capsys):
@@ -96,63 +103,52 @@ def test_runs_as_a_module_without_optional_packages_and_without_distributed():
 
 
 @pytest.mark.parametrize("section", [WITHOUT_TRANSPORT, OF_TWO_HOPS], ids=["all keys", "two hops"])
-def test_every_key_of_a_config(tmp_path, capsys, section):
-    path = tmp_path / "ds_config.json"
-    path.write_text(json.dumps({"mxfp8_moe": section}))
-    assert report.main([str(path)]) == 0
-    text = capsys.readouterr().out
+def test_every_key_of_a_config(reported, section):
+    text = reported({"mxfp8_moe": section})
     for key, value in section.items():
         key = f"debug.{key}" if key in DEBUG_KEYS else key
         assert f"{key} {'.' * (25 - len(key))} {json.dumps(value)} (given" in text
 
 
+ENABLED = {"mxfp8_moe": {"enabled": True}}
+SPREAD = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+
+
 @pytest.mark.parametrize("config, line", [
-    ({"expert_parallel": {"enabled": True, "autoep_sise": 2}, "mxfp8_moe": {"enabled": True}},
+    (ENABLED | {"expert_parallel": {"enabled": True, "autoep_sise": 2}},
      '[WARN] "expert_parallel" has "autoep_sise", which DeepSpeed ignores: did you mean "autoep_size"?'),
     ({"mxfp8_moe": {"enabled": True, "recipe": "bf16", "scaling_mode": "floor"}},
      '[WARN] "scaling_mode" has no effect: the recipe "bf16" quantises nothing'),
     ({"mxfp8_moe": {"recipe": "mxfp8"}}, '[WARN] the section lacks "enabled": true'),
     ({"mxfp8_moe_config": {"enabled": True}}, '[WARN] there is no section "mxfp8_moe" in it'),
-    ({"mxfp8_moe": {"enabled": True}, "expert_parallel": {"enabled": True, "autoep_size": 2}}, None)])
-def test_what_training_would_warn_of_at_start_up(tmp_path, capsys, config, line):
-    path = tmp_path / "ds_config.json"
-    path.write_text(json.dumps(config))
-    assert report.main([str(path)]) == 0
-    text = capsys.readouterr().out
-    assert line in text if line else "[WARN]" not in text
-
-
-def test_what_will_happen(tmp_path, capsys, monkeypatch):
-    path, section = tmp_path / "ds_config.json", {"mxfp8_moe": {"enabled": True}}
-
-    def happens(config):
-        path.write_text(json.dumps(config))
-        assert report.main([str(path)]) == 0
-        return next(line for line in capsys.readouterr().out.splitlines() if line.startswith("what will happen ..."))
-
+    ({"train_batch_size": 8}, 'enabled .................. false (default: plain DeepSpeed; write "enabled": true to'),
+    (ENABLED | {"wall_clock_breakdown": True}, "[HINT] faster, unless your script does it: "),
+    (ENABLED | SPREAD, "MoE layers are converted, in any program that gives it to DeepSpeed"),
+    (ENABLED, 'models of transformers need "expert_parallel": {"enabled": true, "autoep_size": N}'),
+    (SPREAD | {"mxfp8_moe": {"enabled": False}}, "... plain DeepSpeed"),
+    ({"mxfp8_moe": {"enabled": True, "capacity_factor": 1.5}},  # training goes on without it, and says so
+     "capacity_factor .......... 1.5 (given; has no effect here: read by nvlink alone)")])
+def test_what_will_happen_and_what_training_would_warn_of(reported, monkeypatch, config, line):
     monkeypatch.setattr(report, "hook_off", lambda: None)
-    autoep = section | {"expert_parallel": {"enabled": True, "autoep_size": 2}, "train_batch_size": "auto"}
-    assert happens(autoep).endswith("MoE layers are converted, in any program that gives it to DeepSpeed")
-    assert 'models of transformers need "expert_parallel": {"enabled": true, "autoep_size": N}' in happens(section)
-    assert happens(autoep | {"mxfp8_moe": {"enabled": False}}).endswith("... plain DeepSpeed")
+    text = reported(config)
+    assert line in text and ("[WARN]" in text) == (line.startswith("[WARN]") or "batch_size" in str(config))
+
+
+def test_without_the_hook_a_program_has_to_enable_it(reported, monkeypatch):
     monkeypatch.setattr(report, "hook_off", lambda: "DS_MXFP8_MOE_AUTO is 0")
-    assert "MoE layers are converted, only after ds_mxfp8_moe.enable()" in happens(autoep)
+    assert "MoE layers are converted, only after ds_mxfp8_moe.enable()" in reported(ENABLED | SPREAD)
 
 
 @pytest.mark.parametrize("name, text", [
     ("sft.yaml", "model: qwen\ndeepspeed: ds_config.json\n"),  # Axolotl, LLaMA-Factory, ms-swift, TRL
     ("args.json", '{"model": "qwen", "deepspeed": "ds_config.json"}'),
-    ("accelerate.yml", "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds_config.json\n"),
-    ("trl.yaml", "deepspeed: null\naccelerate_config: ../folder/accelerate.yml\n"),
+    ("trl.yaml", "deepspeed: null\naccelerate_config: folder/accelerate.yml\n"),
     ("inside.yaml", "deepspeed: {mxfp8_moe: {enabled: true, load_balance_coeff: 0.25}}")])
-def test_a_clients_file_leads_to_its_deepspeed_config(tmp_path, capsys, name, text):
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    (folder / "ds_config.json").write_text('{"mxfp8_moe": {"enabled": true, "load_balance_coeff": 0.25}}')
-    (folder / "accelerate.yml").write_text("deepspeed_config: {deepspeed_config_file: ds_config.json}")
-    (folder / name).write_text(text)
-    assert report.main([str(folder / name)]) == 0
-    out = capsys.readouterr().out
+def test_a_clients_file_leads_to_its_deepspeed_config(tmp_path, reported, name, text):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "ds_config.json").write_text('{"mxfp8_moe": {"enabled": true, "load_balance_coeff": 0.25}}')
+    (tmp_path / "folder/accelerate.yml").write_text("deepspeed_config: {deepspeed_config_file: ../ds_config.json}")
+    out = reported(text, name=name)
     assert "load_balance_coeff ....... 0.25 (given)" in out
     assert ("ds_config.json, named by " in out) == (name != "inside.yaml") and f"{name}\n---" in out
 
@@ -162,64 +158,31 @@ def test_a_clients_file_leads_to_its_deepspeed_config(tmp_path, capsys, name, te
     ("model: qwen", '[FAIL] {path} names no DeepSpeed config, which alone can have the section: write "deepspeed: '),
     ("deepspeed_config: {zero_stage: 2}", "[FAIL] {path} names no DeepSpeed config"),
     ("- a", "[FAIL] {path} holds a list"), ("a: [", "[FAIL] {path} cannot be read: ")])
-def test_a_clients_file_that_leads_nowhere(tmp_path, capsys, text, line):
-    path = tmp_path / "sft.yaml"
-    path.write_text(text)
-    assert report.main([str(path)]) == 1
-    assert line.format(path=path) in capsys.readouterr().out
+def test_a_clients_file_that_leads_nowhere(tmp_path, reported, text, line):
+    assert line.format(path=tmp_path / "sft.yaml") in reported(text, name="sft.yaml", status=1)
 
 
-def test_what_would_be_faster(tmp_path, capsys):
-    path, folder = tmp_path / "ds_config.json", tmp_path / "model"
-    path.write_text(json.dumps({"mxfp8_moe": {"enabled": True}, "wall_clock_breakdown": True}))
-    model("gpt_oss").config.save_pretrained(folder)
-    assert report.main([str(path)]) == 0
-    assert capsys.readouterr().out.count("[HINT] faster, unless your script does it: ") == 1
-    assert report.main([str(path), str(folder)]) == 0
-    assert '[HINT] faster, unless your script does it: attention is "eager"' in capsys.readouterr().out
-    assert report.main([str(path), str(tmp_path / "absent")]) == 1
-    assert "[FAIL] the model" in capsys.readouterr().out
+def test_what_a_model_lacks_that_would_be_faster(tmp_path, reported):
+    model("gpt_oss").config.save_pretrained(tmp_path / "model")
+    assert '[HINT] faster, unless your script does it: attention is "eager"' in reported(ENABLED, tmp_path / "model")
+    assert "[FAIL] the model" in reported(ENABLED, tmp_path / "absent", status=1)
 
 
-def test_config_without_the_section_is_plain_deepspeed(tmp_path, capsys):
-    path = tmp_path / "ds_config.json"
-    path.write_text('{"train_batch_size": 8}')
-    assert report.main([str(path)]) == 0
-    text = capsys.readouterr().out
-    assert 'enabled .................. false (default: plain DeepSpeed; write "enabled": true to convert)' in text
-
-
-def test_config_in_error_is_reported_and_ends_with_1(tmp_path, capsys):
-    path = tmp_path / "ds_config.json"
-    path.write_text('{"mxfp8_moe": {"recipie": "mxfp8", "self_check": "yes"}}')
-    assert report.main([str(path)]) == 1
-    text = capsys.readouterr().out
-    assert text.count('[FAIL] "mxfp8_moe":') == 2 and 'did you mean "recipe"' in text
+@pytest.mark.parametrize("section, lines", [
+    ({"recipie": "mxfp8", "self_check": "yes"}, ['[FAIL] "mxfp8_moe": unknown key "recipie"',
+                                                 '[FAIL] "mxfp8_moe": "self_check" is "yes"']),
+    ({"enabled": True, "transport": "nvlink"}, ["[FAIL] the transport nvlink cannot be used here:"])])
+def test_a_config_in_error_is_reported_and_ends_with_1(reported, section, lines):
+    text = reported({"mxfp8_moe": section}, status=1)
+    assert all(line in text for line in lines) and text.count("[FAIL]") == len(lines)
     assert "versions" in text  # the rest of the report stands
-    assert report.main([str(tmp_path / "absent.json")]) == 1
-    assert "cannot be read" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("around", [
     '"optimizer": true', '"optimizer": {"type": "AdamW", "params": null}', '"gradient_accumulation_steps": []',
     '"expert_parallel": {"enabled": true, "\\ud800": 1}', '"expert_paralel\\ud800": 1'])
-def test_whatever_the_rest_of_the_config_holds_is_no_traceback(tmp_path, capsys, around):
-    path = tmp_path / "ds_config.json"
-    path.write_text('{"mxfp8_moe": {"enabled": true, "keep_quantized_weights": false}, ' + around + "}")
-    assert report.main([str(path)]) == 0
-    capsys.readouterr().out.encode()
-
-
-def test_a_transport_that_is_not_there(tmp_path, capsys):
-    path = tmp_path / "ds_config.json"
-    path.write_text('{"mxfp8_moe": {"enabled": true, "transport": "nvlink"}}')
-    assert report.main([str(path)]) == 1
-    assert '[FAIL] the transport nvlink cannot be used here:' in capsys.readouterr().out
-    path.write_text('{"mxfp8_moe": {"enabled": true, "capacity_factor": 1.5, "nvlink_sms": 8}}')
-    assert report.main([str(path)]) == 0  # training goes on without it, and says so
-    text = capsys.readouterr().out
-    assert "debug.nvlink_sms ......... 8 (given; has no effect here: read by nvlink alone)" in text
-    assert "capacity_factor .......... 1.5 (given; has no effect here: read by nvlink alone)" in text
+def test_whatever_the_rest_of_the_config_holds_is_no_traceback(reported, around):
+    reported('{"mxfp8_moe": {"enabled": true, "keep_quantized_weights": false}, ' + around + "}").encode()
 
 
 def test_transports_and_their_reasons(monkeypatch):
@@ -246,12 +209,12 @@ def test_transports_and_their_reasons(monkeypatch):
     assert nvlink() == ("nvlink", True, start + "will be built at first use, by nvcc 13.0")
     builder.built = True
     assert nvlink() == ("nvlink", True, start + "is built")
-    assert '"nvlink" (chosen' in values(report.section_lines(MXFP8MoEConfig(), report.transports()))["transport"]
+    assert '"nvlink" (chosen' in dict(report.section_lines(MXFP8MoEConfig(), report.transports()))["transport"]
     builder.failure = "error: no such thing"
     assert nvlink() == ("nvlink", False, "the last build of the extension failed: error: no such thing")
     builder.compatible, builder.error_log = False, "nvcc is not there"
     assert nvlink() == ("nvlink", False, "the extension cannot be built: nvcc is not there")
-    assert '"collective" (chosen' in values(report.section_lines(MXFP8MoEConfig(), report.transports()))["transport"]
+    assert '"collective" (chosen' in dict(report.section_lines(MXFP8MoEConfig(), report.transports()))["transport"]
 
 
 def test_launches_and_their_reasons(monkeypatch):
@@ -269,7 +232,7 @@ def test_launches_and_their_reasons(monkeypatch):
 
 
 def test_recipe_bf16_shows_what_it_means():
-    shown = values(report.section_lines(MXFP8MoEConfig(recipe="bf16"), report.transports()))
+    shown = dict(report.section_lines(MXFP8MoEConfig(recipe="bf16"), report.transports()))
     assert shown["recipe"] == '"bf16" (given)'
     for key in ("dispatch_fwd_dtype", "combine_bwd_dtype", "preactivation_dtype"):
         assert shown[key] == '"bf16" (recipe bf16 quantises nothing)'
