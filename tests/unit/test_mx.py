@@ -25,7 +25,7 @@ from ds_mxfp8_moe.compute.mx import (
     sqnr_db,
     transpose_rescale,
 )
-from tests.support.float64_oracle import cast, values
+from tests.support import float64_oracle as oracle
 
 INF, NAN = float("inf"), float("nan")
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -151,9 +151,9 @@ def test_random_bits_against_the_oracle(block, dtype, mode):
     x = bits.to(torch.int32).view(F32) if dtype == F32 else bits.to(torch.int32).to(torch.int16).view(dtype)
     assert x.isfinite().all()
     mx = quantize(x, block[1], mode) if block[0] == 1 else quantize_tiles(x, mode)
-    expected = cast(x, block, mode)
+    expected = oracle.cast(x, block, mode)
     assert torch.equal(scale_bytes(mx), expected.scale) and torch.equal(data_bytes(mx), expected.data)
-    assert mx.dtype == dtype and torch.equal(mx.dequantize(F32).double(), values(expected, block))
+    assert mx.dtype == dtype and torch.equal(mx.dequantize(F32).double(), oracle.values(expected, block))
 
 
 @pytest.mark.parametrize("shape", ((160, 288), (2, 2, 32, 64)))
