@@ -46,19 +46,47 @@ class Weights(NamedTuple):
     apart: bool
 
 
+class Tree:
+    """What is left of a tree without its tensors. It hashes once."""
+
+    __slots__ = "parts", "_hash"
+
+    def __init__(self, parts: tuple):
+        self.parts, self._hash = parts, None
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = hash(self.parts)
+        return self._hash
+
+    def __eq__(self, other: Any) -> bool:
+        return self is other or isinstance(other, Tree) and self.parts == other.parts
+
+
+class Kept(NamedTuple):
+    """A tree taken apart: a recorded function returns it, and another one takes it. Between the two calls nobody puts
+    it together."""
+
+    tree: Tree
+    tensors: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, *values: Any) -> "Kept":
+        tensors: list[torch.Tensor] = []
+        tree = Tree(flatten(values, tensors))
+        return cls(tree, tuple(tensors))
+
+    def values(self) -> tuple:
+        """What `of` was given."""
+        return unflatten(self.tree.parts, iter(self.tensors))
+
+
 class _MX(NamedTuple):
     """Stands for an MXTensor."""
 
     block_size: int
     dtype: torch.dtype
     tiled: bool
-
-
-class _Node(NamedTuple):
-    """Stands for a tuple, by its type, or a dict, by its keys."""
-
-    kind: type | tuple
-    children: tuple
 
 
 @cache
@@ -105,7 +133,7 @@ def recorded(function: Callable) -> Callable:
             return function(*args)
         del args  # else the replay could free none of them
         with _on_device_of(inputs[0]):
-            return unflatten(result, iter(program(inputs)))
+            return unflatten(result, iter(program(inputs)))[0]
 
     return call
 
@@ -124,7 +152,7 @@ def _record(function: Callable, args: tuple, inputs: list, executor: ModuleType,
     with _on_device_of(inputs[0]), _recording().Recording(inputs) as recording:
         result = function(*args)
     outputs: list[torch.Tensor] = []
-    tree = flatten(result, outputs)
+    tree = flatten((result, ), outputs)
     program = recording.program(outputs, executor)
     if program is None:
         warnings.warn(f"mxfp8_moe: the host launches kernels from Python, which is slower: {recording.obstacle}",
@@ -138,38 +166,58 @@ def _on_device_of(x: torch.Tensor) -> Any:
     return torch.cuda.device(device) if device >= 0 and device != torch.cuda.current_device() else nullcontext()
 
 
-def flatten(x: Any, tensors: list[torch.Tensor], weights: list | None = None) -> Any:
+def flatten(values: tuple, tensors: list[torch.Tensor], weights: list | None = None) -> tuple:
     """Adds the plain tensors of a tree to `tensors`, and returns what is left of it, which is hashable.
 
-    `weights`: gets the stacks of every `Weights`, joined where they are not `apart`. None: there are none in the tree.
+    It runs in every call of a layer, so it looks for the most frequent types first.
+
+    Args:
+        weights: gets the stacks of every `Weights`, joined where they are not `apart`. None: there are none.
+
+    Returns:
+        (type, *children) of every tuple, and (dict, keys, children) of every dict.
     """
-    if isinstance(x, torch.Tensor):
-        if type(x) is MXTensor:
+    tree: list = [type(values)]
+    for x in values:
+        kind: Any = type(x)
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            tensors.append(x)
+            tree.append(_TENSOR)
+        elif kind is MXTensor:
             tensors += x.qdata, x.scale_bytes
-            return _MX(x.block_size, x.orig_dtype, x.tiled)
-        tensors.append(x)
-        return _TENSOR
-    if isinstance(x, Weights):
-        stacks = [[stack] if isinstance(stack, torch.Tensor) else list(stack) for stack in x.stacks]
-        sizes = tuple(map(len, stacks))
-        weights.append(stacks if x.apart else [sum(stacks, [])])
-        return _Node(Weights, sizes)
-    if isinstance(x, tuple):
-        return _Node(type(x), tuple(flatten(one, tensors, weights) for one in x))
-    if isinstance(x, dict):
-        return _Node(tuple(x), tuple(flatten(one, tensors, weights) for one in x.values()))
-    return x
+            tree.append(_MX(x.block_size, x.orig_dtype, x.tiled))
+        elif kind is Weights:
+            stacks = [[stack] if isinstance(stack, torch.Tensor) else list(stack) for stack in x.stacks]
+            tree.append((Weights, *map(len, stacks)))
+            weights.append(stacks if x.apart else [sum(stacks, [])])
+        elif isinstance(x, tuple):
+            tree.append(flatten(x, tensors, weights))
+        elif kind is dict:
+            tree.append((dict, tuple(x), flatten(tuple(x.values()), tensors, weights)))
+        elif _is_tensor(kind):
+            tensors.append(x)
+            tree.append(_TENSOR)
+        else:
+            tree.append(x)
+    return tuple(tree)
 
 
-def unflatten(tree: Any, tensors: Iterator[torch.Tensor]) -> Any:
+@cache
+def _is_tensor(kind: Any) -> bool:
+    return issubclass(kind, torch.Tensor)
+
+
+def unflatten(tree: tuple, tensors: Iterator[torch.Tensor]) -> Any:
     """The inverse of `flatten`, without `Weights`."""
-    if tree is _TENSOR:
-        return next(tensors)
-    if type(tree) is _MX:
-        return MXTensor.of(MXParts(next(tensors), next(tensors), tree.block_size, tree.tiled), tree.dtype)
-    if type(tree) is not _Node:
-        return tree
-    children = [unflatten(one, tensors) for one in tree.children]
-    if isinstance(tree.kind, tuple):
-        return dict(zip(tree.kind, children, strict=True))
-    return tuple(children) if tree.kind is tuple else tree.kind(*children)
+    kind, *values = tree
+    if kind is dict:
+        keys, children = values
+        return dict(zip(keys, unflatten(children, tensors), strict=True))
+    for i, one in enumerate(values):
+        if one is _TENSOR:
+            values[i] = next(tensors)
+        elif type(one) is tuple:
+            values[i] = unflatten(one, tensors)
+        elif type(one) is _MX:
+            values[i] = MXTensor.of(MXParts(next(tensors), next(tensors), one.block_size, one.tiled), one.dtype)
+    return tuple(values) if kind is tuple else kind._make(values)

@@ -23,6 +23,7 @@ from ..config import Recipe
 from .expert_math import ExpertMath, Projection, unquantized
 
 ROLES_OF = {"up": ("gate", "up"), "down": ("down", )}  # by GEMM
+BIAS_OF = {role: f"{role}_bias" for role in ("gate", "up", "down")}
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,24 +104,14 @@ class Call:
 
     def projection(self, name: str, by_role: dict, adapter: LowRank | None) -> Projection:
         """The GEMM of this name, with weights in high precision if they are not frozen in MXFP8."""
-        bias_EN = joined_biases(by_role, name)
+        roles = ROLES_OF[name] if self.frozen is not None or "gate" in by_role or name == "down" else ("up", )
+        biases = tuple([by_role.get(BIAS_OF[role]) for role in roles])
         if self.frozen is not None:
             weights = self.frozen[name]
-            return Projection(ROLES_OF[name], weights.dtype, weights, True, bias_EN, adapter)
-        roles = tuple(role for role in ROLES_OF[name] if role in by_role)
-        stacks = tuple(by_role[role] for role in roles)
-        weights = Weights(stacks, apart=self.math.recipe.quantize_gemm)
-        return Projection(roles, casts.sample(stacks[0]).dtype, weights, False, bias_EN, adapter)
-
-
-def joined_biases(by_role: dict, name: str) -> torch.Tensor | None:
-    """The bias [E, N] of a GEMM's result. None: it has none."""
-    biases = [casts.joined([by_role[f"{role}_bias"]]) if by_role.get(f"{role}_bias") is not None else None
-              for role in ROLES_OF[name] if role in by_role or f"{role}_bias" in by_role]
-    known = next((bias for bias in biases if bias is not None), None)
-    if known is None or len(biases) == 1:
-        return None if known is None else known.contiguous()
-    return torch.cat([torch.zeros_like(known) if bias is None else bias for bias in biases], dim=1)
+            return Projection(roles, weights.dtype, weights, True, biases, adapter)
+        stacks = tuple([by_role[role] for role in roles])
+        weights = Weights(stacks, self.math.recipe.quantize_gemm)
+        return Projection(roles, casts.sample(stacks[0]).dtype, weights, False, biases, adapter)
 
 
 def flattened(weights: dict[str, torch.Tensor | Sequence[torch.Tensor] | None]) -> tuple[tuple, list[torch.Tensor]]:
@@ -141,10 +132,10 @@ def flattened(weights: dict[str, torch.Tensor | Sequence[torch.Tensor] | None]) 
 
 
 def unflattened(layout: tuple, flat: Sequence) -> dict:
-    """The inverse of `flattened`: role -> one stacked tensor or a list of E."""
+    """The inverse of `flattened`: role -> one stacked tensor, or E of them."""
     found, start = {}, 0
     for role, size in layout:
-        found[role] = flat[start] if size == 0 else list(flat[start:start + size])
+        found[role] = flat[start] if size == 0 else tuple(flat[start:start + size])
         start += size or 1
     return found
 

@@ -50,14 +50,14 @@ import torch
 from torch.autograd.graph import Node
 
 from ..compute.formula import ExpertFormula, LowRank
-from ..compute.recorded import flatten, recorded, unflatten
+from ..compute.recorded import Kept, recorded
 from ..compute.routing import Routes
 from ..compute.sums import Sum
 from ..config import Recipe
 from ..transport import RowFormat, Transport
 from ..transport.deadline import naming_evaluation, tell_peers
 from .call import Call, flattened, flattened_gradients, roles_needed, unflattened
-from .expert_math import ExpertMath, Gradients, Projection, Rows
+from .expert_math import ExpertMath, Gradients, Projection
 from .frozen_weights import FrozenWeights
 from .kept_weights import KeptWeights
 
@@ -170,27 +170,24 @@ class _ExpertFFNFunction(torch.autograd.Function):
         if ffn.transport.replayable:
             call = call.unquantized() if ffn.has_few_tokens(expert_TK) else call
             projections = call.projections(tensors, transposed=False)
-            y_TH, rows, plan = _forward_whole(ffn.transport, ffn.num_local_experts, None, call.math, backward, x_TH,
-                                              expert_TK, weight_TK, *projections)
+            y_TH, kept = _forward_whole(ffn.transport, ffn.num_local_experts, None, call.math, backward, x_TH,
+                                        expert_TK, weight_TK, *projections)
         else:
             plan, call, projections = call.plan(expert_TK, x_TH, tensors, backward)
-            y_TH, rows, _ = _forward(ffn.transport, ffn.num_local_experts, plan, call.math, backward, x_TH, expert_TK,
-                                     weight_TK, *projections)
-        kept: list[torch.Tensor] = []
-        tree = flatten((rows, plan), kept)
+            y_TH, kept = _forward(ffn.transport, ffn.num_local_experts, plan, call.math, backward, x_TH, expert_TK,
+                                  weight_TK, *projections)
         # Autograd saves some other tensor than the parameter where activation checkpointing recomputes it.
         parameters = () if ffn.sum_of is None else tensors[2 * len(call.adapted):]
-        ctx.ffn, ctx.call, ctx.kept = ffn, call, (tree, parameters)
-        ctx.save_for_backward(*tensors, *kept)
+        ctx.ffn, ctx.call, ctx.tree, ctx.parameters = ffn, call, kept.tree, parameters
+        ctx.save_for_backward(*tensors, *kept.tensors)
         return y_TH
 
     @staticmethod
     @backward_of_call
     def backward(ctx, g_TH):
-        ffn, call, (tree, parameters) = ctx.ffn, ctx.call, ctx.kept
+        ffn, call, parameters = ctx.ffn, ctx.call, ctx.parameters
         needs, saved = ctx.needs_input_grad[3:], ctx.saved_tensors
         count, first = len(needs) - 2, 2 * len(call.adapted)
-        rows, plan = unflatten(tree, iter(saved[count:]))
         projections, sums = call.projections(saved[:count], transposed=True), {}
         if parameters:
             nodes = [node for node, _ in ctx.next_functions[-len(parameters):]]
@@ -198,7 +195,8 @@ class _ExpertFFNFunction(torch.autograd.Function):
             projections = [one._replace(sums=tuple(map(sums.get, one.roles))) for one in projections]
         run = _backward_whole if ffn.transport.replayable else _backward
         needed = roles_needed(call.layout, needs[2 + first:])
-        dx_TH, dweight_TK, gradients = run(ffn.transport, call.math, needed, g_TH, plan, rows, *projections)
+        dx_TH, dweight_TK, gradients = run(ffn.transport, call.math, needed, g_TH, Kept(ctx.tree, saved[count:]),
+                                           *projections)
         adapters = {"up": gradients.up_adapter, "down": gradients.down_adapter}
         by_role = gradients.by_role | {role: one.out_ENK for role, one in sums.items() if not one.begun}
         flat = [dx_TH, dweight_TK, *chain(*(adapters[name] for name in call.adapted)),
@@ -213,8 +211,8 @@ def row_format(recipe: Recipe, dtype: str) -> RowFormat:
 
 def _forward(transport: Transport, num_local_experts: int, plan: Any, math: ExpertMath, backward: bool,
              x_TH: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor, up: Projection,
-             down: Projection) -> tuple[torch.Tensor, Rows, Any]:
-    """The output y_TH, what backward needs, and the plan. `plan`: None makes it."""
+             down: Projection) -> tuple[torch.Tensor, Kept]:
+    """The output y_TH, and what backward needs: Rows and the plan. `plan`: None makes it."""
     recipe = math.recipe
     if plan is None:
         plan = transport.plan(expert_TK, num_local_experts)
@@ -222,12 +220,13 @@ def _forward(transport: Transport, num_local_experts: int, plan: Any, math: Expe
     y_PH, rows = math.forward(*arrived, up, down, plan.group_ends_E, backward)
     del arrived  # which frees x_PH if no backward follows
     y_TH, _ = transport.combine(plan, y_PH, row_format(recipe, recipe.combine_fwd), math.dtype)
-    return y_TH, rows, plan
+    return y_TH, Kept.of(rows, plan)
 
 
-def _backward(transport: Transport, math: ExpertMath, needed: frozenset[str], g_TH: torch.Tensor, plan: Any,
-              rows: Rows, up: Projection, down: Projection) -> tuple[torch.Tensor, torch.Tensor, Gradients]:
+def _backward(transport: Transport, math: ExpertMath, needed: frozenset[str], g_TH: torch.Tensor, kept: Kept,
+              up: Projection, down: Projection) -> tuple[torch.Tensor, torch.Tensor, Gradients]:
     """The gradients of x, of the routing weights and of the experts. `needed`: roles that need one."""
+    rows, plan = kept.values()
     recipe, ends_E, wants_ups = math.recipe, plan.group_ends_E, not needed.isdisjoint(up.roles)
     # The gradient of a combine is a dispatch, and the gradient of a dispatch a combine. Both take place even if this
     # rank needs no gradient of x: other ranks may need theirs.

@@ -14,6 +14,7 @@ import torch
 
 from ..compute import casts
 from ..compute.activation import activate, activate_backward, add_weighted_bias, group_sums
+from ..compute.casts import Stack
 from ..compute.formula import ExpertFormula, LowRank
 from ..compute.grouped_gemm import grouped_mm, grouped_mm_weights, grouped_mm_wgrad_rows, plain, rescales_rows
 from ..compute.low_rank import add_low_rank, low_rank_rows, low_rank_wgrad, weighted_bias_backward
@@ -31,7 +32,7 @@ class Projection(NamedTuple):
         dtype: of its weights.
         weights: in high precision, or quantised as the GEMM reads them.
         held: whether MXFP8 is all that is held of the weights, so that backward transposes them itself.
-        bias_EN: None: it has none.
+        biases: for each role, one stacked tensor or E of them. None: it has none.
         adapter: its low-rank update, in the tokens' dtype. None: it has none.
         sums: for each role, where backward puts the weights' gradient instead of returning it. None: nowhere.
     """
@@ -40,9 +41,18 @@ class Projection(NamedTuple):
     dtype: torch.dtype
     weights: Weights | MXTensor
     held: bool = False
-    bias_EN: torch.Tensor | None = None
+    biases: tuple[Stack | None, ...] = ()
     adapter: LowRank | None = None
     sums: tuple[Sum | None, ...] = ()
+
+    def bias_EN(self) -> torch.Tensor | None:
+        """The bias of the GEMM's result. None: it has none."""
+        stacks = [bias if bias is None or isinstance(bias, torch.Tensor) else torch.stack(bias)
+                  for bias in self.biases]
+        known = next((bias_EN for bias_EN in stacks if bias_EN is not None), None)
+        if known is None or len(stacks) == 1:
+            return None if known is None else known.contiguous()
+        return torch.cat([torch.zeros_like(known) if bias_EN is None else bias_EN for bias_EN in stacks], dim=1)
 
 
 class Rows(NamedTuple):
@@ -130,8 +140,8 @@ class ExpertMath:
         h_PF, kept_PG = activate(pre_PG, weight_P, quantized=quantized, keep=keep, **self._activation(up, ends_E))
         pre_PG = kept_PG if keep else pre_PG if backward else None
         y_PH = self.gemm(h_PF, down, ends_E)
-        if down.bias_EN is not None:
-            y_PH = add_weighted_bias(y_PH, down.bias_EN, weight_P, ends_E)
+        if (bias_EH := down.bias_EN()) is not None:
+            y_PH = add_weighted_bias(y_PH, bias_EH, weight_P, ends_E)
         return y_PH, Rows(x_PH, pre_PG, h_PF, weight_P)
 
     @recorded
@@ -146,10 +156,10 @@ class ExpertMath:
                          ends_E: torch.Tensor, needed: frozenset[str]) -> Dpre:
         """From the gradient of the output rows. `needed`: roles whose weights need a gradient."""
         by_role, dweight_of_bias_P = {}, None
-        if down.bias_EN is not None:
-            dweight_of_bias_P = weighted_bias_backward(g_PH, down.bias_EN, ends_E)
+        if (bias_EH := down.bias_EN()) is not None:
+            dweight_of_bias_P = weighted_bias_backward(g_PH, bias_EH, ends_E)
             if "down_bias" in needed:
-                by_role["down_bias"] = group_sums(plain(g_PH), ends_E, rows.weight_P).to(down.bias_EN.dtype)
+                by_role["down_bias"] = group_sums(plain(g_PH), ends_E, rows.weight_P).to(bias_EH.dtype)
         t_PF, of_weights, down_adapter = self.product_backward(g_PH, rows.h_PF, down, ends_E, needed)
         by_role |= of_weights
 
@@ -164,8 +174,8 @@ class ExpertMath:
         dweight_P = dpre.dweight_P if dweight_of_bias_P is None else dpre.dweight_P + dweight_of_bias_P
         if not needed.isdisjoint(biases):
             sums = group_sums(dpre.plain, ends_E).chunk(len(biases), dim=1)
-            by_role |= {bias: of_bias.to(up.bias_EN.dtype) for bias, of_bias in zip(biases, sums, strict=True)
-                        if bias in needed}
+            by_role |= {bias: of_bias.to(casts.sample(stack).dtype)
+                        for bias, stack, of_bias in zip(biases, up.biases, sums, strict=True) if bias in needed}
         low_PR, up_adapter = self._adapter_backward(dpre.plain, rows.x_PH, up, ends_E)
         of_x = dpre.rows if self.recipe.quantize_gemm else dpre.plain
         of_w = dpre.columns if columns else dpre.plain if wants_ups and not self.wgrad_quantized else None
@@ -305,4 +315,4 @@ class ExpertMath:
         layout = "mlp" if formula.kind == "mlp" else "gate_up" if formula.packed == "none" else formula.packed
         return {"activation": formula.activation, "alpha": formula.alpha, "limit": formula.limit, "layout": layout,
                 "block_size": self.recipe.block_size, "scaling_mode": self.recipe.scaling_mode,
-                "bias_EG": up.bias_EN, "ends_E": ends_E}
+                "bias_EG": up.bias_EN(), "ends_E": ends_E}

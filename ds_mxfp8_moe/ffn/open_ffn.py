@@ -25,7 +25,7 @@ from ..compute.activation import bias_rows, group_sums
 from ..compute.formula import LowRank
 from ..compute.grouped_gemm import plain
 from ..compute.mx import MXTensor
-from ..compute.recorded import flatten, unflatten
+from ..compute.recorded import Kept
 from ..config import Recipe
 from .call import ROLES_OF, Call, flattened, flattened_gradients, roles_needed, unflattened
 from .expert_ffn import ExpertFFN, backward_of_call, row_format
@@ -186,10 +186,10 @@ class _GroupedGEMM(torch.autograd.Function):
         x_PK = math.quantized(x_PK.contiguous())
         if x_PK.dtype != math.dtype:
             x_PK = MXTensor.of(x_PK.parts, math.dtype) if isinstance(x_PK, MXTensor) else x_PK.to(math.dtype)
-        adapted, kept = projection.adapter is not None, []
-        tree = flatten(x_PK if adapted or any(ctx.needs_input_grad[5:]) else None, kept)
-        ctx.ffn, ctx.call = planned.ffn, (planned, name, layout, adapted, tree)
-        ctx.save_for_backward(*tensors, *kept)
+        adapted = projection.adapter is not None
+        kept = Kept.of(x_PK if adapted or any(ctx.needs_input_grad[5:]) else None)
+        ctx.ffn, ctx.call = planned.ffn, (planned, name, layout, adapted, kept.tree)
+        ctx.save_for_backward(*tensors, *kept.tensors)
         return math.gemm(x_PK, projection, planned.plan.group_ends_E)
 
     @staticmethod
@@ -197,7 +197,7 @@ class _GroupedGEMM(torch.autograd.Function):
     def backward(ctx, g_PN):
         (planned, name, layout, adapted, tree), needs = ctx.call, ctx.needs_input_grad[5:]
         saved, factors = ctx.saved_tensors, 2 * adapted
-        tensors, kept = saved[:len(needs)], iter(saved[len(needs):])
+        tensors, (x_PK, ) = saved[:len(needs)], Kept(tree, saved[len(needs):]).values()
         call = planned.call
         adapter = LowRank(*tensors[:factors]) if adapted else None
         projection = call.projection(name, unflattened(layout, tensors[factors:]), adapter)
@@ -205,7 +205,7 @@ class _GroupedGEMM(torch.autograd.Function):
             projection = call.quantized(projection, name, planned.kept, transposed=True)
         g_PN = g_PN if isinstance(g_PN, MXTensor) else g_PN.contiguous()
         dx_PK, by_role, of_adapter = call.math.product_backward(
-            g_PN, unflatten(tree, kept), projection, planned.plan.group_ends_E, roles_needed(layout, needs[factors:]))
+            g_PN, x_PK, projection, planned.plan.group_ends_E, roles_needed(layout, needs[factors:]))
         flat = [*(of_adapter or ()), *flattened_gradients(layout, by_role)]
         return None, None, None, None, dx_PK, *(
             grad if need else None for grad, need in zip(flat, needs, strict=True))
