@@ -75,7 +75,7 @@ setup(
     install_requires=[
         "torch>=2.11",
         "triton>=3.6; sys_platform == 'linux'",
-        "deepspeed>=0.19.8",  # ops/private_names.py: what is left out if a later one lacks something
+        "deepspeed>=0.19.8",  # compat/private_names.py: what is left out if a later one lacks something
         "numpy",
         "packaging",
         "pydantic>=2",

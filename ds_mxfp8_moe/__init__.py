@@ -4,7 +4,7 @@
 import warnings as _warnings
 from typing import Any as _Any
 
-from .ops.private_names import importing
+from .compat.private_names import importing
 
 with importing():
     from .checkpoint.exporting import export_weights

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which test files are about a file of the package: those that import it, themselves or through tests/support.
 
-    python tests/of.py ds_mxfp8_moe/engine/zero.py    # without a name: of all files
+    python tests/of.py ds_mxfp8_moe/compat/zero.py    # without a name: of all files
 """
 
 import ast

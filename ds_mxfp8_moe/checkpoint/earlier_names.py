@@ -28,8 +28,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
 from ..layers.experts import ExpertBlock, expert_blocks
-from ..layers.stacked import DOWN, shape_of
 from ..ops.log import log_on_rank_0
+from ..recognition.stacked import DOWN, shape_of
 
 ADAPTERS, BIASES, BALANCE = "expert_adapters.wrapper.", "expert_biases.", "expert_bias"
 ROUTER_BIAS = "router.e_score_correction_bias"

@@ -18,7 +18,7 @@ from ..compute.block_fp8 import Rounding, above, from_block_fp8, from_mxfp4
 from ..compute.formula import DTYPES, gate_then_up
 from ..compute.mx import TILE, MXTensor
 from ..layers.held_experts import HeldExperts, gate_above_up
-from ..layers.stacked import DOWN
+from ..recognition.stacked import DOWN
 from .shards import ShardReader
 
 # How the names of a quantised weight's parts end, in place of the weight's own name.

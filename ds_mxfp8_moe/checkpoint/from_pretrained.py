@@ -19,14 +19,14 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
+from ..compat.patches import lent, patched
+from ..compat.private_names import missing
 from ..compute.block_fp8 import Rounding
 from ..compute.mx import MXTensor
 from ..config import ConfigError, parse, read_ds_config, shown
 from ..ffn.frozen_weights import FrozenWeights
 from ..layers.held_experts import HeldExperts, holds_experts, read_before, say_rounding
-from ..layers.patches import lent, patched
-from ..layers.stacked import Layout, stacked_experts
-from ..ops.private_names import missing
+from ..recognition.stacked import Layout, stacked_experts
 from ..transport.agreement import check_same_arguments
 from ..transport.deadline import failure_in_world
 

@@ -2,8 +2,8 @@
 """Collects a model from the ranks that train it, tensor by tensor: all experts, under the names of the model on one
 process.
 
-Each rank has its own experts of an MoE block, as w1, w2 and w3 in place of two stacked weights (layers/stacked.py).
-Everything else has its name. Classic layers number the experts of each rank from 0.
+Each rank has its own experts of an MoE block, as w1, w2 and w3 in place of two stacked weights
+(recognition/stacked.py). Everything else has its name. Classic layers number the experts of each rank from 0.
 """
 
 import copy
@@ -22,8 +22,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from ..layers.adapters import base_prefix, is_peft
 from ..layers.experts import ExpertBlock, expert_blocks
 from ..layers.frozen_experts import SPREAD_NAMES, frozen_layers, frozen_of
-from ..layers.stacked import DOWN
 from ..ops.log import log_on_rank_0
+from ..recognition.stacked import DOWN
 from ..transport.deadline import deadline_for, ranks_of
 
 CLASSIC_EXPERT = re.compile(r"(?P<layer>.+)\.experts\.deepspeed_experts\.(?P<index>\d+)\.(?P<rest>.+)")

@@ -22,7 +22,7 @@ from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from ..layers.found import trains_experts
+from ..compat.expert_groups import trains_experts
 from ..layers.frozen_experts import frozen_layers
 from ..transport.deadline import tell_peers_on_error
 

@@ -17,13 +17,13 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from ..compat.private_names import line_about, missing
 from ..compute.block_fp8 import rows_of
 from ..config import Recipe
 from ..layers.adapters import adapted_weights, is_peft, merged_name
 from ..layers.classic import MXFP8MOELayer
 from ..layers.experts import ExpertBlock, MXFP8Experts, expert_blocks
 from ..layers.frozen_experts import frozen_of
-from ..ops.private_names import line_about, missing
 from .gathering import (
     Gather,
     base_of,

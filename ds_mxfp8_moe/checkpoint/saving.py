@@ -26,11 +26,11 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from ..compat.patches import wrap
+from ..compat.private_names import say_if_missing
 from ..layers.adapters import has_adapters, is_peft, saves_adapters
 from ..layers.experts import expert_blocks
 from ..layers.frozen_experts import SPREAD_NAMES, frozen_layers
-from ..layers.patches import wrap
-from ..layers.say import say_if_missing
 from ..transport.agreement import check_same_arguments
 from ..transport.deadline import tell_peers_on_error
 from ..transport.rank_0 import RankZeroWrites

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums of weight gradients, to which the kernels of weight gradients add.
 
-An engine may keep one sum of all micro-batches' gradients (engine/sums.py). Then no gradient needs memory of its own.
+An engine may keep one sum of all micro-batches' gradients (compat/sums.py). Then no gradient needs memory of its own.
 """
 
 from collections.abc import Sequence

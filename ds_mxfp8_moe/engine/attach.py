@@ -10,11 +10,11 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ..checkpoint.engine_checkpoints import Checkpoints
 from ..checkpoint.saving import save_whole_models
+from ..compat.private_names import say_if_missing
 from ..compute.recorded import unknown_launcher
 from ..config import KEYS, SECTION, ConfigError, MXFP8MoEConfig, name_of, parse
-from ..layers.found import converted_layers
+from ..layers.experts import converted_layers
 from ..layers.frozen_experts import frozen_layers
-from ..layers.say import say_if_missing
 from ..ops.device import has_kernels
 from ..ops.log import log_on_rank_0
 from ..ops.op_builder import replay

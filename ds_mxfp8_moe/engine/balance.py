@@ -13,10 +13,10 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from ..layers.choices import NO_TOPK, correction_bias
 from ..layers.experts import ExpertBlock
-from ..layers.padding import PaddingMask
 from ..ops.log import log_on_rank_0
+from ..routing.choices import NO_TOPK, correction_bias
+from ..routing.padding import PaddingMask
 from ..transport.deadline import deadline_for
 from .convert import folded
 

@@ -19,18 +19,19 @@ from deepspeed.moe.sharded_moe import MOELayer, TopKGate
 from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
+from ..compat.private_names import missing
 from ..compute.crossover import min_tokens_per_expert
 from ..compute.formula import Activation, ExpertFormula, ExpertWeights, NotRecognised
 from ..config import ConfigError, MXFP8MoEConfig, Recipe, current_device, resolve
 from ..ffn.expert_math import unquantized
-from ..layers.activation_proof import activation_of
 from ..layers.adapters import adapted_parts
-from ..layers.classic import LayerSettings, MXFP8MOELayer
+from ..layers.classic import MXFP8MOELayer
 from ..layers.experts import ExpertBlock, MXFP8Experts
 from ..layers.frozen_experts import frozen_layers, frozen_of
-from ..layers.recognise import ExpertsAtConversion, foreign_code, recognise
-from ..layers.stacked import shape_of
-from ..ops.private_names import missing
+from ..layers.settings import LayerSettings
+from ..recognition.activation_proof import activation_of
+from ..recognition.recognise import ExpertsAtConversion, foreign_code, recognise
+from ..recognition.stacked import shape_of
 
 LEFT_OUT, SWITCHED_OFF = "left out by 'include' and 'exclude'", "'enabled' is false"  # reasons in a LayerReport
 

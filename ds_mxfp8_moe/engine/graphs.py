@@ -24,9 +24,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
+from ..compat.patches import wrap
+from ..compat.private_names import say_if_missing
 from ..config import MXFP8MoEConfig
-from ..layers.patches import wrap
-from ..layers.say import say_if_missing
 from ..ops.log import log_on_rank_0
 from .graphed import Call, Form, GraphedAttention, NoGraph, NoGraphYet, captured, form_of
 from .keeping import MOST_OF_FREE, free_bytes

@@ -7,15 +7,14 @@ import weakref
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from ..compat.clipping import clip_by_whole_norm
+from ..compat.patches import wrap
+from ..compat.private_names import say_if_missing
 from ..config import MXFP8MoEConfig
 from ..layers.classic import MXFP8MOELayer
-from ..layers.experts import expert_blocks
-from ..layers.found import converted_layers
-from ..layers.patches import wrap
-from ..layers.say import say_if_missing
+from ..layers.experts import converted_layers, expert_blocks
 from ..ops.log import log_on_rank_0
 from . import balance
-from .clipping import clip_by_whole_norm
 from .graphs import graph_attention
 from .keeping import keep_quantized_weights
 from .metrics import Metrics
@@ -112,7 +111,7 @@ def batch_gradients(engine: MoEEngine, config: MXFP8MoEConfig, converted: int) -
     """Applies the key of that name to an engine with converted layers, and takes it back from others."""
     if say_if_missing("batch_gradients"):
         return
-    from . import zero
+    from ..compat import zero
 
     obstacle = zero.batch_gradients(engine.optimizer, config.batch_gradients and converted > 0)
     sums = weakref.ref(engine.optimizer) if isinstance(engine.optimizer, zero.BatchedGradients) else None

@@ -18,12 +18,12 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from ..compat.private_names import say_if_missing
 from ..compute.crossover import min_tokens_per_expert
 from ..config import MXFP8MoEConfig
 from ..ffn.kept_weights import KeptWeights
-from ..layers.found import converted_layers
+from ..layers.experts import converted_layers
 from ..layers.frozen_experts import frozen_of
-from ..layers.say import say_if_missing
 from ..ops.log import log_on_rank_0
 from ..transport.deadline import answers_of_all
 

@@ -15,18 +15,16 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ..checkpoint.saving import MARK, consolidated_state_dict, save_16bit_model
+from ..compat.clipping import clip_whole_model, needs_whole_norm
+from ..compat.expert_groups import named_groups, split_experts, split_groups, trains_experts
+from ..compat.patches import undo_wraps
+from ..compat.private_names import missing, say_if_missing
 from ..config import parse
 from ..layers.experts import expert_blocks
-from ..layers.found import trains_experts
 from ..layers.held_experts import scales_kept
-from ..layers.patches import undo_wraps
-from ..layers.routes import routes_of
-from ..layers.say import say_if_missing
-from ..ops.private_names import missing
+from ..routing.routes import routes_of
 from ..transport.deadline import tell_peers_on_error
 from ..transport.peer_memory import PeerMemory
-from .clipping import clip_whole_model, needs_whole_norm
-from .expert_groups import named_groups, split_experts, split_groups
 from .keeping import stop_keeping, weights_change
 from .spreading import spread_experts
 from .state import EngineState

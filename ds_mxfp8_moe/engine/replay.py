@@ -21,10 +21,10 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.sharded_moe import MOELayer
 
-from ..layers.choices import top_k_of
+from ..compat.private_names import missing
 from ..layers.experts import ExpertBlock, MXFP8Experts
-from ..layers.routes import Given, LayerRoutes, ModelRoutes, RecordedRoutes, routes_of
-from ..ops.private_names import missing
+from ..routing.choices import top_k_of
+from ..routing.routes import Given, LayerRoutes, ModelRoutes, RecordedRoutes, routes_of
 from ..transport.deadline import answers_of_all, failure_in_world, tell_peers, tell_peers_on_error
 from .hooks import engine_of, model_of
 from .moe_engine import MoEEngine

@@ -30,6 +30,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map
 
+from ..compat.patches import lent, patched
 from ..compute import casts, recorded
 from ..compute.formula import Activation, ExpertFormula, LowRank
 from ..compute.mx import MXTensor
@@ -43,7 +44,6 @@ from ..ffn.frozen_weights import FrozenWeights
 from ..layers.classic import MXFP8MOELayer
 from ..layers.experts import MXFP8Experts
 from ..layers.frozen_experts import dtype_of, frozen_of
-from ..layers.patches import lent, patched
 from ..transport import Transport
 from ..transport.collective import Collective
 from ..transport.local import Local

@@ -26,6 +26,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups
 from torch import nn
 
+from ..compat.patches import lent
 from ..compute.formula import DTYPES
 from ..config import ConfigError, MXFP8MoEConfig
 from ..ffn.frozen_weights import FrozenWeights
@@ -33,9 +34,8 @@ from ..layers.adapters import check_adapters, register_factors, take_wrappers, u
 from ..layers.experts import expert_blocks, spread
 from ..layers.frozen_experts import SPREAD_NAMES, free, wants_mxfp8
 from ..layers.held_experts import HeldExperts
-from ..layers.patches import lent
-from ..layers.stacked import DOWN, Layout, is_stacked, shape_of
 from ..ops.log import log_on_rank_0
+from ..recognition.stacked import DOWN, Layout, is_stacked, shape_of
 from ..transport.deadline import failure_in_world
 from .convert import alike, shared_parameters
 

@@ -17,12 +17,11 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import logger
 
+from ..compat.patches import patched, undo_wraps, wrap
+from ..compat.private_names import missing, say_if_missing
 from ..config import SECTION, ConfigError, MXFP8MoEConfig, parse
 from ..layers.held_experts import holds_experts, quantised_experts
-from ..layers.patches import patched, undo_wraps, wrap
-from ..layers.say import say_if_missing
 from ..ops.log import log_on_rank_0
-from ..ops.private_names import missing
 from ..transport.agreement import compare_starts
 from .attach import attach
 from .hooks import engines_alive, remember_engine

@@ -25,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..compat.private_names import missing
 from ..compute.formula import LowRank
 from ..config import ConfigError
-from ..ops.private_names import missing
-from .stacked import Layout, is_stacked
+from ..recognition.stacked import Layout, is_stacked
 
 RANK_MULTIPLE = 8  # 16 bytes of a 16-bit dtype
 ADAPTERS = "adapters."  # how their names begin in the experts

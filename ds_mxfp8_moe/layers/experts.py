@@ -26,14 +26,15 @@ from ..compute.routing import Routes, round_robin
 from ..ffn.frozen_weights import REFUSED
 from ..ffn.kept_weights import KeptWeights
 from ..ffn.open_ffn import OpenFormula
+from ..recognition.stacked import DOWN, Layout, shape_of
+from ..routing.choices import Choice, run_block
+from ..routing.padding import PaddingMask
+from ..routing.routes import LayerRoutes, is_recomputed
 from ..transport.deadline import tell_peers_on_error
 from .adapters import NO_MERGE, low_rank, named_modules
-from .choices import Choice, run_block
-from .classic import LayerSettings
+from .classic import MXFP8MOELayer
 from .frozen_experts import SPREAD_NAMES, dtype_of, frozen_of
-from .padding import PaddingMask
-from .routes import LayerRoutes, is_recomputed
-from .stacked import DOWN, Layout, shape_of
+from .settings import LayerSettings
 
 
 class MXFP8Experts(nn.Module):
@@ -52,7 +53,7 @@ class MXFP8Experts(nn.Module):
     layout: Layout
     mxfp8_settings: LayerSettings
     mxfp8_kept: KeptWeights | None = None
-    mxfp8_sums: ReferenceType | None = None  # to an optimizer of engine/zero.py
+    mxfp8_sums: ReferenceType | None = None  # to an optimizer of compat/zero.py
     mxfp8_samples: list | None = None  # engine/metrics.py
     mxfp8_routes: LayerRoutes | None = None
     mxfp8_choice: Choice | None = None  # of the block's forward that runs now
@@ -237,3 +238,9 @@ def expert_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if isinstance(module, ExpertBlock):
             yield name, module
+
+
+def converted_layers(model: nn.Module) -> list[MXFP8MOELayer | MXFP8Experts]:
+    """The model's layers on the MXFP8 path, classic ones too."""
+    layers = [module for module in model.modules() if isinstance(module, (MXFP8MOELayer, MXFP8Experts))]
+    return [layer for layer in layers if "mxfp8_settings" in vars(layer) and layer.mxfp8_settings.config.enabled]

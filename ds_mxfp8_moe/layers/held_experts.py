@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..compat.private_names import missing
 from ..compute.block_fp8 import Rounding, above, from_block_fp8, from_mxfp4
 from ..compute.formula import gate_then_up
 from ..compute.mx import TILE, MXTensor
 from ..config import ConfigError
 from ..ffn.frozen_weights import FrozenWeights
 from ..ops.log import log_on_rank_0
-from ..ops.private_names import missing
-from .stacked import DOWN, Layout
+from ..recognition.stacked import DOWN, Layout
 
 
 class HeldExperts(nn.Module):

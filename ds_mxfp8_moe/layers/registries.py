@@ -25,9 +25,9 @@ from ..ffn.expert_ffn import ExpertFFN
 from ..ffn.open_ffn import OpenFFN, OpenFormula
 from ..ops.device import capability
 from ..ops.log import log_on_rank_0
-from .activation_proof import activation_of
-from .classic import LayerSettings
-from .stacked import is_concatenated
+from ..recognition.activation_proof import activation_of
+from ..recognition.stacked import is_concatenated
+from .settings import LayerSettings
 
 NAME = "mxfp8"
 

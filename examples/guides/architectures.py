@@ -42,7 +42,7 @@ from tabulate import tabulate  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 import ds_mxfp8_moe  # noqa: E402
-from ds_mxfp8_moe.layers.found import converted_layers  # noqa: E402
+from ds_mxfp8_moe.layers.experts import converted_layers  # noqa: E402
 from lib import results_file  # noqa: E402
 from small_models import (  # noqa: E402
     EXPERTS,

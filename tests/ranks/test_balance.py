@@ -9,7 +9,7 @@ import torch
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.engine import balance
-from ds_mxfp8_moe.layers.padding import PaddingMask
+from ds_mxfp8_moe.routing.padding import PaddingMask
 from tests.support.autoep_models import autoep_layers, batch, engine, train_engine, watch_choices
 from tests.support.slow import WIDE
 

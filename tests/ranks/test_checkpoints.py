@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ds_mxfp8_moe.layers.found import converted_layers
+from ds_mxfp8_moe.layers.experts import converted_layers
 from tests.support.models import (
     ADAM,
     BF16,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ds_mxfp8_moe
-from ds_mxfp8_moe.layers.stacked import is_concatenated, is_stacked
+from ds_mxfp8_moe.recognition.stacked import is_concatenated, is_stacked
 from tests.support.autoep_models import batch, ds_config, model, train_engine
 
 SECTION = {"enabled": True, "recipe": "bf16"}

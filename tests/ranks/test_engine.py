@@ -23,7 +23,7 @@ import ds_mxfp8_moe
 from ds_mxfp8_moe.checkpoint.saving import MARK
 from ds_mxfp8_moe.engine.moe_engine import MoEEngine
 from ds_mxfp8_moe.layers.classic import MXFP8MOELayer
-from ds_mxfp8_moe.layers.found import converted_layers
+from ds_mxfp8_moe.layers.experts import converted_layers
 from ds_mxfp8_moe.transport.deadline import answers_of_all
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
 from tests.support.autoep_models import converted, ds_config, gathered, model

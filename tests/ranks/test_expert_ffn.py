@@ -7,8 +7,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from ds_mxfp8_moe.compat import sums
 from ds_mxfp8_moe.compute import casts
-from ds_mxfp8_moe.engine import sums
 from ds_mxfp8_moe.ffn import expert_math
 from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.transport.local import Local

@@ -20,7 +20,7 @@ from ds_mxfp8_moe.config import parse
 from ds_mxfp8_moe.engine.convert import convert_layers
 from ds_mxfp8_moe.engine.spreading import share
 from ds_mxfp8_moe.layers.experts import spread
-from ds_mxfp8_moe.layers.stacked import Layout
+from ds_mxfp8_moe.recognition.stacked import Layout
 
 E, K, H, F = 8, 2, 64, 96
 FORMS = {  # gated; interleaved, transposed and biased; without a gate; of no kernel's formula; transposed

@@ -22,9 +22,9 @@ from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
 import ds_mxfp8_moe
 from ds_mxfp8_moe import from_pretrained
 from ds_mxfp8_moe.checkpoint.shards import ShardReader
+from ds_mxfp8_moe.compat.patches import patched
 from ds_mxfp8_moe.compute.mx import dequantize, quantize_tiles
 from ds_mxfp8_moe.layers.frozen_experts import frozen_layers
-from ds_mxfp8_moe.layers.patches import patched
 from tests.support.autoep_models import batch, ds_config, train_engine
 from tests.support.engine_cases import enabled
 from tests.support.from_pretrained_cases import held, operands

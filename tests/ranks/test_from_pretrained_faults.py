@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe import ConfigError, from_pretrained
+from ds_mxfp8_moe.compat.patches import patched
 from ds_mxfp8_moe.ffn.frozen_weights import FrozenWeights
-from ds_mxfp8_moe.layers.patches import patched
 from tests.support.autoep_models import batch, ds_config
 from tests.support.frozen_checkpoints import change_config, rewrite, write
 

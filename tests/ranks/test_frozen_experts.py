@@ -18,7 +18,7 @@ import ds_mxfp8_moe
 from ds_mxfp8_moe.compute import grouped_gemm, mx, recorded
 from ds_mxfp8_moe.config import ConfigError
 from ds_mxfp8_moe.ffn.frozen_weights import FrozenWeights
-from ds_mxfp8_moe.layers.found import converted_layers
+from ds_mxfp8_moe.layers.experts import converted_layers
 from ds_mxfp8_moe.layers.frozen_experts import frozen_layers, frozen_of
 from ds_mxfp8_moe.ops.op_builder import replay
 from ds_mxfp8_moe.ops.triton_kernels import recording

@@ -11,8 +11,8 @@ import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
 import ds_mxfp8_moe
+from ds_mxfp8_moe.compat import patches
 from ds_mxfp8_moe.engine import graphed, graphs
-from ds_mxfp8_moe.layers import patches
 from tests.support.autoep_models import FAMILIES, ds_config, engine, model
 from tests.support.engine_cases import enabled
 from tests.support.graph_cases import (

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 import ds_mxfp8_moe
-from ds_mxfp8_moe.layers.found import converted_layers
+from ds_mxfp8_moe.layers.experts import converted_layers
 from ds_mxfp8_moe.layers.frozen_experts import frozen_layers
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
 from tests.support import emulator

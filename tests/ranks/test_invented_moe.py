@@ -7,7 +7,7 @@ import torch
 
 import ds_mxfp8_moe
 from architectures import BARS, SECTIONS, difference
-from ds_mxfp8_moe.layers.found import converted_layers
+from ds_mxfp8_moe.layers.experts import converted_layers
 from tests.support.autoep_models import engine_of
 from tests.support.invented_moe import VOCABULARY, InventedConfig, InventedModel
 from tests.support.slow import WIDE

@@ -16,7 +16,7 @@ from torch import nn
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 import ds_mxfp8_moe
-from ds_mxfp8_moe.layers.found import converted_layers
+from ds_mxfp8_moe.layers.experts import converted_layers
 from tests.support.adapted_models import with_adapters
 from tests.support.autoep_models import batch, ds_config, model
 from tests.support.autoep_models import train_engine as train

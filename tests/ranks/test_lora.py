@@ -17,7 +17,7 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 import ds_mxfp8_moe
 from ds_mxfp8_moe.checkpoint import saving
 from ds_mxfp8_moe.config import ConfigError
-from ds_mxfp8_moe.layers.found import converted_layers
+from ds_mxfp8_moe.layers.experts import converted_layers
 from tests.support import models
 from tests.support.adapted_models import LEARNING_RATE, adapted, build
 from tests.support.autoep_models import autoep_layers, batch, ds_config, gathered, model, train_engine

@@ -15,7 +15,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 import ds_mxfp8_moe
 from ds_mxfp8_moe.engine import metrics
 from ds_mxfp8_moe.layers import classic as layer
-from ds_mxfp8_moe.layers.found import converted_layers
+from ds_mxfp8_moe.layers.experts import converted_layers
 from tests.support.autoep_models import autoep_layers, engine, train_engine, watch_choices
 from tests.support.engine_cases import Block
 from tests.support.metrics_cases import monitor, written

@@ -11,11 +11,11 @@ import pytest
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 import ds_mxfp8_moe
+from ds_mxfp8_moe.compat import private_names
+from ds_mxfp8_moe.compat.private_names import FEATURES
 from ds_mxfp8_moe.engine import attach as attach_module
 from ds_mxfp8_moe.engine import self_check
-from ds_mxfp8_moe.layers.found import converted_layers
-from ds_mxfp8_moe.ops import private_names
-from ds_mxfp8_moe.ops.private_names import FEATURES
+from ds_mxfp8_moe.layers.experts import converted_layers
 from tests.support.autoep_models import ds_config, model
 from tests.support.autoep_models import train_engine as train_autoep
 from tests.support.missing_names import without

@@ -6,7 +6,7 @@ import torch
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe import record_routes, replay_routes
-from ds_mxfp8_moe.layers.routes import routes_of
+from ds_mxfp8_moe.routing.routes import routes_of
 from small_models import small_model
 from tests.support.autoep_models import autoep_layers, batch, ds_config, gate_weight, watch_choices
 from tests.support.replay_cases import MXFP8, different, other_routes, outcome, set_way

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import ds_mxfp8_moe
-from ds_mxfp8_moe.engine import zero
+from ds_mxfp8_moe.compat import zero
 from tests.support.models import (
     ADAM,
     DEFAULT,

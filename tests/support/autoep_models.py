@@ -12,7 +12,7 @@ from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.layers.classic import MXFP8MOELayer
-from ds_mxfp8_moe.layers.found import converted_layers
+from ds_mxfp8_moe.layers.experts import converted_layers
 
 VOCABULARY = 128
 _COMMON = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,

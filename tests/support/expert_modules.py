@@ -7,7 +7,7 @@ from deepspeed.moe.experts import Experts
 from torch import nn
 
 from ds_mxfp8_moe.compute.formula import NotRecognised
-from ds_mxfp8_moe.layers.recognise import recognise
+from ds_mxfp8_moe.recognition.recognise import recognise
 
 H, FFN = 64, 96
 

@@ -10,7 +10,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 import ds_mxfp8_moe
-from ds_mxfp8_moe.layers.found import converted_layers
+from ds_mxfp8_moe.layers.experts import converted_layers
 from tests.support.autoep_models import batch, model
 from tests.support.engine_cases import enabled
 from tests.support.trainers import Sentences

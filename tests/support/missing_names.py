@@ -4,8 +4,8 @@
 from contextlib import contextmanager
 from unittest import mock
 
-from ds_mxfp8_moe.ops import private_names
-from ds_mxfp8_moe.ops.private_names import Row
+from ds_mxfp8_moe.compat import private_names
+from ds_mxfp8_moe.compat.private_names import Row
 
 
 @contextmanager

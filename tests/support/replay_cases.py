@@ -4,7 +4,7 @@
 import deepspeed.comm as dist
 import torch
 
-from ds_mxfp8_moe.layers.choices import top_k_of
+from ds_mxfp8_moe.routing.choices import top_k_of
 
 MXFP8 = {"enabled": True}
 BF16 = {"enabled": True, "recipe": "bf16"}  # in float32 models, this is float32

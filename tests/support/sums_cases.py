@@ -6,9 +6,9 @@ from unittest import mock
 
 import torch
 
+from ds_mxfp8_moe.compat import sums
 from ds_mxfp8_moe.compute.routing import Routes
 from ds_mxfp8_moe.compute.sums import Sum
-from ds_mxfp8_moe.engine import sums
 from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.transport.local import Local
 from tests.support.autoep_models import autoep_layers, batch

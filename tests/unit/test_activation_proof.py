@@ -12,7 +12,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from ds_mxfp8_moe.compute.formula import SWIGLU_OAI, Activation
-from ds_mxfp8_moe.layers.activation_proof import activation_of
+from ds_mxfp8_moe.recognition.activation_proof import activation_of
 
 SILU = Activation("silu")
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ds_mxfp8_moe.layers.choices import Choice
-from ds_mxfp8_moe.layers.routes import Turn
+from ds_mxfp8_moe.routing.choices import Choice
+from ds_mxfp8_moe.routing.routes import Turn
 
 T, E, K = 40, 8, 3
 EXPERTS = SimpleNamespace(num_experts=E)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from deepspeed.runtime.zero import utils
 
-from ds_mxfp8_moe.engine import expert_groups
-from ds_mxfp8_moe.engine.expert_groups import named_groups, split_experts
+from ds_mxfp8_moe.compat import expert_groups
+from ds_mxfp8_moe.compat.expert_groups import named_groups, split_experts
 
 
 def parameters(experts: int, dense: int) -> list[torch.nn.Parameter]:

@@ -9,7 +9,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "ds_mxfp8_moe"
 # The floors of the house, from low to high: folders of the package, and the one file that all of them read. What lies
 # beside them is the top floor. A module imports modules of its own floor and of those below.
-FLOORS = ["ops", "config", "compute", "transport", "ffn", "layers", "checkpoint", "engine"]
+FLOORS = ["ops", "config", "compute", "transport", "compat", "ffn", "recognition", "routing", "layers",
+          "checkpoint", "engine"]
 
 
 def sources() -> dict[str, Path]:

@@ -9,7 +9,7 @@ import pytest
 from ds_mxfp8_moe import convert
 from ds_mxfp8_moe.engine import keeping
 from ds_mxfp8_moe.engine.state import EngineState
-from ds_mxfp8_moe.layers.found import converted_layers
+from ds_mxfp8_moe.layers.experts import converted_layers
 from tests.support.small_model import Model
 
 pytestmark = pytest.mark.usefixtures("one_rank")

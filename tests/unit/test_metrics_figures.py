@@ -9,7 +9,7 @@ import torch
 
 from ds_mxfp8_moe.compute.routing import Routes
 from ds_mxfp8_moe.engine.metrics import figures_of, load_figures
-from ds_mxfp8_moe.layers.watch import sample
+from ds_mxfp8_moe.routing.watch import sample
 
 
 def recipe(**changes) -> SimpleNamespace:

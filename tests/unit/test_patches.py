@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 
-from ds_mxfp8_moe.layers.patches import lent, patched, undo_wraps, wrap
+from ds_mxfp8_moe.compat.patches import lent, patched, undo_wraps, wrap
 
 
 class Engine:

@@ -15,9 +15,9 @@ import pytest
 from deepspeed.runtime.engine import DeepSpeedEngine
 from packaging.version import Version
 
+from ds_mxfp8_moe.compat import private_names
+from ds_mxfp8_moe.compat.private_names import FEATURES, NAMES, SINCE, Row, absent
 from ds_mxfp8_moe.engine.moe_engine import MoEEngine
-from ds_mxfp8_moe.ops import private_names
-from ds_mxfp8_moe.ops.private_names import FEATURES, NAMES, SINCE, Row, absent
 
 
 @pytest.mark.parametrize("row", NAMES, ids=lambda row: f"{row.feature}: {row.place}")
@@ -39,7 +39,7 @@ def test_every_feature_has_names_of_libraries_that_are_installed():
 
 PACKAGE = Path(__file__).parents[2] / "ds_mxfp8_moe"
 REPLACED = {"__class__", "__init__", "forward"}
-OWN = {"layers/patches.py",  # makes the patches
+OWN = {"compat/patches.py",  # makes the patches
        "engine/self_check.py"}  # replaces functions of this package
 MOST_NAMES, MOST_PATCHES = 180, 22  # numbers to lower
 

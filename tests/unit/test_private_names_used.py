@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ds_mxfp8_moe.ops.private_names import NAMES
+from ds_mxfp8_moe.compat.private_names import NAMES
 
 ROOT = Path(__file__).parents[2]
 FILES = [path for folder in ("ds_mxfp8_moe", "ops") for path in sorted((ROOT / folder).rglob("*.py"))
@@ -59,4 +59,4 @@ def test_every_private_name_in_the_sources_is_in_the_table():
     own -= set(dir(torch.nn.Module()))  # _modules, for example, is ours as well
     absent = {name: place for name, place in used.items() if not name.startswith("_mxfp8")
               and name not in listed | own | KNOWN}
-    assert not absent, f"in the sources, and not in ops/private_names.py: {absent}"
+    assert not absent, f"in the sources, and not in compat/private_names.py: {absent}"

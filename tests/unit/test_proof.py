@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ds_mxfp8_moe.compute.formula import NotRecognised
-from ds_mxfp8_moe.layers import proof
-from ds_mxfp8_moe.layers.recognise import recognise
+from ds_mxfp8_moe.recognition import proof
+from ds_mxfp8_moe.recognition.recognise import recognise
 from tests.support.expert_modules import Gated, H, Mlp, local_experts, mlp, refused
 
 # ---- big experts --------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_mxfp8_moe import convert
 from ds_mxfp8_moe.compute.formula import Activation, ExpertWeights
-from ds_mxfp8_moe.layers.recognise import recognise
+from ds_mxfp8_moe.recognition.recognise import recognise
 from tests.support.expert_modules import FFN, Gated, H, Mlp, Packed, local_experts, mlp, refused
 
 

@@ -40,10 +40,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "gpt_moe"))
 
 import data
 import train
+from ds_mxfp8_moe.compat.patches import lent
 from ds_mxfp8_moe.compute import mx
 from ds_mxfp8_moe.config import FORMAT_KEYS, SECTION
-from ds_mxfp8_moe.layers.found import converted_layers
-from ds_mxfp8_moe.layers.patches import lent
+from ds_mxfp8_moe.layers.experts import converted_layers
 from lib import models, results_file, run, world
 from training.convergence_results import BF16, NUDGED, OWN, SHOWN, YARDSTICK
 

@@ -17,12 +17,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from deepspeed.moe.utils import is_moe_param_group, split_params_into_different_moe_groups_for_optimizer
+from deepspeed.moe.utils import is_moe_param, is_moe_param_group, split_params_into_different_moe_groups_for_optimizer
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
-
-from ..layers.found import trains_experts
 
 NUMBER = "number"  # key of the twin's groups, since ZeRO steps them one at a time
 OWN_KEYS = ("params", "name", "moe", NUMBER)
@@ -69,6 +67,11 @@ def split_experts(engine: DeepSpeedEngine, optimizer: Any) -> Any:
     if stage == 3 or stage == 0 and not isinstance(optimizer, FusedAdam):
         return optimizer
     return optimizer if any(map(is_moe_param_group, optimizer.param_groups)) else _with_expert_groups(optimizer, stage)
+
+
+def trains_experts(engine: DeepSpeedEngine) -> bool:
+    """Whether any parameter that belongs to this rank's experts alone is trained."""
+    return any(is_moe_param(p) and p.requires_grad for p in engine.module.parameters())
 
 
 def _with_expert_groups(optimizer: torch.optim.Optimizer, stage: int) -> torch.optim.Optimizer:

@@ -36,6 +36,8 @@ from functools import cache
 from hashlib import sha256
 from typing import Any, NamedTuple
 
+from ..ops.log import log_on_rank_0
+
 # The oldest release of each library in which all of its names were seen. Newer ones that were tested: works_with.md.
 SINCE = {"deepspeed": "0.19.8", "transformers": "5.17.0", "peft": "0.21.2", "torch": "2.11.0",
          "triton": "3.6.0"}
@@ -263,6 +265,14 @@ def importing() -> Iterator[None]:
 def line_about(feature: str) -> str:
     """The start-up line about a feature of which `missing` found something."""
     return f"mxfp8_moe: WARNING: {FEATURES[feature]}: {missing(feature)}"
+
+
+def say_if_missing(feature: str) -> bool:
+    """Whether another library lacks a name that a feature needs. Rank 0 says so."""
+    if missing(feature) is None:
+        return False
+    log_on_rank_0(line_about(feature))
+    return True
 
 
 def absent(row: Row) -> str | None:

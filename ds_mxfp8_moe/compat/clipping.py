@@ -16,9 +16,9 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from ..layers.patches import wrap
-from ..layers.say import say_if_missing
 from ..transport.deadline import deadline_for
+from .patches import wrap
+from .private_names import say_if_missing
 
 
 def clip_by_whole_norm(engine: DeepSpeedEngine) -> None:
