@@ -8,6 +8,8 @@
 `ours` gets the plain function, followed by the arguments of the call. A wrapped function is marked with the names of
 the functions that wrap it. A second wrap by the same function changes nothing. What several engines wrap, such as a
 method of a class, stays wrapped until this was called for all of them.
+
+PATCHES lists all that is replaced. An object that gets a class of ours, a subclass of its own, counts too.
 """
 
 import functools
@@ -15,7 +17,47 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class Patch(NamedTuple):
+    """Attributes:
+        by: the file that replaces something.
+        name: of the attribute.
+        of: what has it.
+        until: when it is as before. If it stays, why.
+    """
+
+    by: str
+    name: str
+    of: str
+    until: str
+
+
+PATCHES = tuple(Patch(*row) for row in (
+    ("hook/__init__.py", "__init__", "DeepSpeedEngine",
+     "stays: it acts if a config has the section alone. DS_MXFP8_MOE_AUTO=0 leaves it out"),
+    ("engine/start.py", "__init__", "DeepSpeedEngine", "initialize returns; after enable(): disable()"),
+    ("engine/spreading.py", "AutoEP", "deepspeed.module_inject.auto_ep", "the experts are spread"),
+    ("engine/moe_engine.py", "__class__", "an engine", "stays: its model has one rank's experts"),
+    ("engine/convert.py", "__class__", "DeepSpeed's MOELayer", 'a section with "enabled": false'),
+    ("layers/classic.py", "min_capacity", "DeepSpeed's TopKGate", "the gate's forward returns"),
+    ("layers/experts.py", "__class__", "a MoE block of transformers, and its experts",
+     "stays: the whole experts do not exist any more"),
+    ("compat/zero.py", "__class__", "an optimizer of ZeRO-1 or 2", "a section without batch_gradients"),
+    ("compat/clipping.py", "unscale_and_clip_grads", "an optimizer of ZeRO-0", "engine.destroy()"),
+    ("compat/waiting.py", "generate", "a model of transformers", "engine.destroy()"),
+    ("engine/graphs.py", "forward", "classes of attention", "engine.destroy()"),
+    *(("checkpoint/saving.py", name, of, "stays: a model outlives its engine, and still has one rank's experts. Other "
+       "models are saved as before") for name, of in (
+           ("get_state_dict", "Accelerator"), ("save_model", "Accelerator"), ("save_pretrained", "PreTrainedModel"),
+           ("save_pretrained", "PeftModel"))),
+    *(("checkpoint/from_pretrained.py", name, of, "from_pretrained returns") for name, of in (
+        ("_load_pretrained_model", "PreTrainedModel"), ("validate_environment", "Mxfp4HfQuantizer"),
+        ("_hf_deepspeed_config_weak_ref", "transformers.integrations.deepspeed"))),
+    ("parallel_style.py", "__class__", "a module to which MXFP8ExpertParallel is applied",
+     "stays, as torch's own parallel styles do"),
+))
 
 _WRAPPED_BY = "mxfp8_moe"  # of a function: the names of the functions that wrap it
 _UNDO = "_mxfp8_undo"  # of an engine: what takes its wraps back

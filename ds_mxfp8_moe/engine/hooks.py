@@ -8,8 +8,8 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ..compat.clipping import clip_by_whole_norm
-from ..compat.patches import wrap
 from ..compat.private_names import say_if_missing
+from ..compat.waiting import end_generation_together, spare_the_host
 from ..config import MXFP8MoEConfig
 from ..layers.classic import MXFP8MOELayer
 from ..layers.experts import converted_layers, expert_blocks
@@ -60,7 +60,8 @@ def hook_engine(engine: MoEEngine, config: MXFP8MoEConfig, converted: int) -> No
         hook_steps(engine)
         spare_the_host(engine)
         clip_by_whole_norm(engine)
-        end_generation_together(engine)
+        end_generation_together(engine, [module for module in engine.module.modules() if any(
+            block.ep_size > 1 for _, block in expert_blocks(module))])
     batch_gradients(engine, config, converted)
     keep_quantized_weights(engine, config, converted)
     balance_loads(engine)
@@ -78,33 +79,6 @@ def hook_steps(engine: MoEEngine) -> None:
     if not engine._mxfp8.steps and not say_if_missing("steps"):
         engine._mxfp8.steps = True
         engine._mxfp8.put("first NaN", FirstNotFinite(engine))
-
-
-def spare_the_host(engine: MoEEngine) -> None:
-    """Keeps the host ahead of the device, which runs dry otherwise. A second call changes nothing.
-
-    DeepSpeed's throughput timer makes the host wait for the device at the end of each micro-batch. It reads the host's
-    clock instead, unless the config says "synchronized" under "timers".
-    """
-    if say_if_missing("sparing the host"):
-        return
-    timers = engine._config.timers_config
-    if "synchronized" not in timers.model_fields_set:
-        timers.synchronized = False
-
-
-def end_generation_together(engine: MoEEngine) -> None:
-    """Lets transformers' generate() go on, on every rank, until all ranks have ended: each needs the others' experts.
-
-    transformers does so by itself in ZeRO-3 alone. A second call changes nothing.
-    """
-
-    def generate(plain, *args, synced_gpus=None, **kwargs):
-        return plain(*args, synced_gpus=True if synced_gpus is None else synced_gpus, **kwargs)
-
-    for module in engine.module.modules():
-        if hasattr(type(module), "generate") and any(block.ep_size > 1 for _, block in expert_blocks(module)):
-            wrap(module, "generate", generate, until=engine)
 
 
 def batch_gradients(engine: MoEEngine, config: MXFP8MoEConfig, converted: int) -> None:

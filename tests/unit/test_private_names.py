@@ -16,6 +16,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from packaging.version import Version
 
 from ds_mxfp8_moe.compat import private_names
+from ds_mxfp8_moe.compat.patches import PATCHES
 from ds_mxfp8_moe.compat.private_names import FEATURES, NAMES, SINCE, Row, absent
 from ds_mxfp8_moe.engine.moe_engine import MoEEngine
 
@@ -41,32 +42,36 @@ PACKAGE = Path(__file__).parents[2] / "ds_mxfp8_moe"
 REPLACED = {"__class__", "__init__", "forward"}
 OWN = {"compat/patches.py",  # makes the patches
        "engine/self_check.py"}  # replaces functions of this package
-MOST_NAMES, MOST_PATCHES = 180, 22  # numbers to lower
+MOST_NAMES = 180  # a number to lower
 
 
-def patches(source: str) -> list[int]:
-    """The lines that replace what another library has: calls of wrap, patched and lent, and attributes of REPLACED."""
-    lines = []
+def patches(source: str) -> list[str]:
+    """What a source replaces: the names in calls of wrap, patched and lent, and assignments to attributes of
+    REPLACED."""
+    names = []
     for node in ast.walk(ast.parse(source)):
-        function = getattr(node.func, "id", None) if isinstance(node, ast.Call) else None
-        replaced = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr in REPLACED
-        if function in ("wrap", "patched", "lent") or replaced:
-            lines.append(node.lineno)
-    return lines
+        if isinstance(node, ast.Call) and getattr(node.func, "id", None) in ("wrap", "patched", "lent"):
+            names.append(node.args[1].value)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr in REPLACED:
+            names.append(node.attr)
+    return names
 
 
-def test_the_counts_of_private_names_and_patches_do_not_grow():
+def test_the_count_of_private_names_does_not_grow():
     names = {(row.place, re.match(r"\.?\w+", name)[0]) for row in NAMES for name in row.each()}
     assert len(names) <= MOST_NAMES
+
+
+def test_every_patch_is_in_the_table_with_its_end():
     files = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in PACKAGE.rglob("*.py")}
-    assert OWN <= set(files)
-    places = [f"{name}:{line}" for name, text in files.items() if name not in OWN for line in patches(text)]
-    assert len(places) <= MOST_PATCHES, "\n".join(places)
+    made = {(by, name) for by, text in files.items() if by not in OWN for name in patches(text)}
+    assert made == {(patch.by, patch.name) for patch in PATCHES}
+    assert all(patch.of and patch.until for patch in PATCHES)
 
 
-def test_patches_are_counted():
+def test_patches_are_found():
     source = "wrap(a, 'f', g)\nwith lent(a, 'b', 1), patched(a, 'f', g):\n    a.__class__, A.__init__ = C, f"
-    assert patches(source) == [1, 2, 2, 3, 3]
+    assert sorted(patches(source)) == ["__class__", "__init__", "b", "f", "f"]
     assert not patches("a.__class__.__name__\nfunctools.wraps(f)\na.b = c")
 
 
