@@ -15,7 +15,7 @@ import torch
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.config import MXFP8MoEConfig
-from ds_mxfp8_moe.layers import classic as layer
+from ds_mxfp8_moe.layers import settings
 from ds_mxfp8_moe.transport import choose as module
 from ds_mxfp8_moe.transport import deadline
 from ds_mxfp8_moe.transport.choose import MOST_RANKS, Asked, Choice, Place, choose, in_words
@@ -323,7 +323,7 @@ def test_the_engine_chooses_at_its_start(ranks2):
 
 def calls_of_choose(section: dict) -> tuple:
     """How often layers choose at the engine's start, and in two steps."""
-    with mock.patch.object(layer, "choose", side_effect=choose) as called:
+    with mock.patch.object(settings, "choose", side_effect=choose) as called:
         model = Block(moe_layer(SwiGLU(), ep_size=2, k=2))
         engine = ds_mxfp8_moe.initialize(model=model, config={"train_micro_batch_size_per_gpu": 1,
                                                               "mxfp8_moe": section})[0]

@@ -14,7 +14,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.engine import metrics
-from ds_mxfp8_moe.layers import classic as layer
+from ds_mxfp8_moe.layers import settings
 from ds_mxfp8_moe.layers.experts import converted_layers
 from tests.support.autoep_models import autoep_layers, engine, train_engine, watch_choices
 from tests.support.engine_cases import Block
@@ -80,13 +80,13 @@ def train_classic(folder: str, every: int | None) -> tuple[list[float], int]:
     """The losses of four steps; how many samples each layer took."""
     layout = Layout(zero=1, config=monitor(folder), moe={"capacity_factor": 0.5})
     net = make_engine(layout, section(every) if every else {"enabled": True})
-    losses, plain = [], layer.watch
+    losses, plain = [], settings.watch
 
     def watch(of_layer, *args):
         assert of_layer.training
         return plain(of_layer, *args)
 
-    with mock.patch.object(layer, "watch", side_effect=watch) as sampled:
+    with mock.patch.object(settings, "watch", side_effect=watch) as sampled:
         for step in range(4):
             net.eval()  # an evaluation between steps is not sampled
             with torch.no_grad():
