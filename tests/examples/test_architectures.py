@@ -6,7 +6,7 @@ import torch
 
 from architectures import decorated_types, judged, losses_agree
 from ds_mxfp8_moe.compute.formula import SWIGLU_OAI, Activation
-from ds_mxfp8_moe.layers.activation_proof import activation_of
+from ds_mxfp8_moe.recognition.activation_proof import activation_of
 from small_models import experts_of, loss_of, small_model
 
 CLAMPED = Activation("silu", limit=10.0)

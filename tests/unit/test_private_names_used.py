@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 FILES = [path for folder in ("ds_mxfp8_moe", "ops") for path in sorted((ROOT / folder).rglob("*.py"))
          if (ROOT / "ds_mxfp8_moe" / "ops") not in path.parents]
 BY_NAME = {"getattr", "hasattr", "setattr", "delattr", "lent", "patched", "wrap"}  # take an attribute's name
-KNOWN = {"_asdict", "_replace",  # of named tuples
+KNOWN = {"_asdict", "_make", "_replace",  # of named tuples
          "_reinterpret"}  # of Triton until 3.8 (gluon_names.py)
 
 
