@@ -9,7 +9,18 @@ from typing import Any
 
 import torch.distributed
 
-logger = logging.getLogger("ds_mxfp8_moe")
+
+def _plain_logger(name: str) -> logging.Logger:
+    """A logger without the filters of a program's own class: Axolotl's drops INFO from other packages."""
+    kind = logging.getLoggerClass()
+    logging.setLoggerClass(logging.Logger)
+    try:
+        return logging.getLogger(name)
+    finally:
+        logging.setLoggerClass(kind)
+
+
+logger = _plain_logger("ds_mxfp8_moe")
 
 
 class _Stdout(logging.Handler):
