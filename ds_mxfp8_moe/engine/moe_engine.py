@@ -25,6 +25,7 @@ from ..layers.held_experts import scales_kept
 from ..routing.routes import routes_of
 from ..transport.deadline import tell_peers_on_error
 from ..transport.peer_memory import PeerMemory
+from .flash_adamw import FlashAdamWOfConfig, known_to_zero
 from .keeping import stop_keeping, weights_change
 from .spreading import spread_experts
 from .state import EngineState
@@ -49,15 +50,17 @@ class MoEEngine(DeepSpeedEngine):
             super()._cast_module_mixed_precision(*args, **kwargs)
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: list) -> None:
-        """Takes parameter groups without names, and in ZeRO-1 and 2 optimizers without groups of experts."""
-        if say_if_missing("own optimizer"):
-            return super()._configure_optimizer(client_optimizer, model_parameters)
-        stage = self.zero_optimization_stage()
-        if client_optimizer is None and self.has_moe_layers:
-            model_parameters = split_groups(named_groups(model_parameters), stage)
-        client_optimizer = split_experts(self, client_optimizer)
-        with self.without_moe_layers(stage in (1, 2) and not trains_experts(self)):
-            return super()._configure_optimizer(client_optimizer, model_parameters)
+        """Takes parameter groups without names, in ZeRO-1 and 2 optimizers without groups of experts, and FlashAdamW.
+        """
+        with known_to_zero():
+            if say_if_missing("own optimizer"):
+                return super()._configure_optimizer(client_optimizer, model_parameters)
+            stage = self.zero_optimization_stage()
+            if self.has_moe_layers and (client_optimizer is None or isinstance(client_optimizer, FlashAdamWOfConfig)):
+                model_parameters = split_groups(named_groups(model_parameters), stage)
+            client_optimizer = split_experts(self, client_optimizer)
+            with self.without_moe_layers(stage in (1, 2) and not trains_experts(self)):
+                return super()._configure_optimizer(client_optimizer, model_parameters)
 
     def _configure_bf16_optimizer(self, optimizer: Any) -> Any:
         with self.without_moe_layers(optimizer is None and missing("own optimizer") is None):

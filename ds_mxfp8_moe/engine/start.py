@@ -24,6 +24,7 @@ from ..layers.held_experts import holds_experts, quantised_experts
 from ..ops.log import log_on_rank_0
 from ..transport.agreement import compare_starts
 from .attach import attach
+from .flash_adamw import optimizer_of
 from .hooks import engines_alive, remember_engine
 from .moe_engine import make_moe_engine
 
@@ -160,13 +161,16 @@ def _reading_the_section(plain: Callable, engine: DeepSpeedEngine, *args, **kwar
 def _becoming(plain: Callable, engine: DeepSpeedEngine, *args, **kwargs) -> None:
     """Before its start, an engine becomes a MoEEngine, if its config has the section enabled. Where that is off, the
     engine only compares it with the other ranks', which would wait for this rank."""
-    given = _config_of(inspect.signature(plain).bind(engine, *args, **kwargs).arguments)
+    bound = inspect.signature(plain).bind(engine, *args, **kwargs)
+    given = _config_of(bound.arguments)
     config, experts = parse(given), given.get("expert_parallel") if isinstance(given, dict) else None
     if isinstance(experts, dict) and experts.get("enabled") and missing("stacked experts") is None:
         compare_starts(config.model_dump_json())
     if config.enabled:
         make_moe_engine(engine)
-    plain(engine, *args, **kwargs)
+        if (whole := bound.arguments.get("config_class")) is not None:
+            bound.arguments["optimizer"] = optimizer_of(whole, bound.arguments.get("optimizer"))
+    plain(*bound.args, **bound.kwargs)
 
 
 def _finish(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:

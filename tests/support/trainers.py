@@ -45,9 +45,9 @@ def made(directory, adapters: str | None):
     return peft.get_peft_model(net, LORA) if adapters == "attention" else with_adapters(net)
 
 
-def trainer_of(directory, stage, adapters, dtype="fp32", ep_size=2, section=None):
+def trainer_of(directory, stage, adapters, dtype="fp32", ep_size=2, section=None, optimizer=AUTO):
     reset_hugging_face()
-    given = config(stage, adapters, ep_size, section, optimizer=AUTO, train_micro_batch_size_per_gpu="auto",
+    given = config(stage, adapters, ep_size, section, optimizer=optimizer, train_micro_batch_size_per_gpu="auto",
                    gradient_accumulation_steps="auto", bf16={"enabled": "auto"})
     if stage == 3 and dtype == "fp32":  # as a file
         path = directory / f"{dist.get_rank()}.json"

@@ -143,7 +143,7 @@ def test_metadata(dist):
     requires = dict(re.findall(r"^Requires-(Python|Dist: deepspeed)(?:: )?(.*)$", metadata, re.M))
     assert set(requires["Python"].split(",")) == {">=3.11", "<3.15"}
     assert set(requires["Dist: deepspeed"].split(",")) == {">=0.19.8"}
-    assert set(re.findall(r"Provides-Extra: (\w+)", metadata)) == {"mpi", "examples", "docs", "test"}
+    assert set(re.findall(r"Provides-Extra: (\w+)", metadata)) == {"mpi", "memory", "examples", "docs", "test"}
     assert "Description-Content-Type: text/markdown" in metadata and "Classifier: Typing :: Typed" in metadata
     description = metadata.split("\n\n", 1)[1]
     assert "## Install" in description and "](examples" not in description and "](.github" not in description
@@ -155,7 +155,7 @@ def test_metadata(dist):
     # transformers and peft are imported where there is one of their models, matplotlib by ds_mxfp8_plot_metrics.
     # Advice on speed looks into Liger, and benchmarks use SonicMoE and flashoptim, where a user has installed them.
     others = {"sonicmoe", "liger_kernel", "flashoptim", "safetensors"}
-    optional = {"transformers", "peft", "matplotlib", "liger_kernel", "safetensors"}  # transformers brings the last
+    optional = {"transformers", "peft", "matplotlib", "liger_kernel", "flashoptim", "safetensors"}  # by transformers
     assert imports("ds_mxfp8_moe", "ops") - {"yaml"} - optional <= core and "matplotlib" in extra
     assert imports("ds_mxfp8_moe", "ops", "examples") - {"yaml"} - others <= core | extra and "pyyaml" in core
 

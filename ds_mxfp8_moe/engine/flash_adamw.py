@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlashAdamW of the library flashoptim, as the optimizer of an engine: AdamW that keeps its moments in 8 bits.
+
+    "optimizer": {"type": "FlashAdamW", "params": {"lr": 1e-5, "weight_decay": 0.01}}
+
+DeepSpeed knows no optimizer of this name, and takes one that a user makes only with "zero_allow_untested_optimizer".
+Engines with the section "mxfp8_moe" take both. examples/guides/memory.md says what it saves.
+
+Source: https://github.com/databricks/flashoptim (Apache-2.0).
+"""
+
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+
+from ..config import ConfigError, shown
+
+NAME = "FlashAdamW"
+INSTALL = 'pip install "ds_mxfp8_moe[memory]"'
+# From probes on an H200: six steps of Qwen3-30B-A3B from random weights, 32768 tokens each.
+ROUNDED_AWAY = ('ERROR: "bf16_master_weights_and_grads" with {name} loses most updates in rounding. After six steps '
+                f"of Qwen3-30B-A3B, AdamW had a loss of 12.135 so, and of 11.912 on float32 masters. Use {NAME}, "
+                "which keeps the bits that are rounded away, or leave the key out")
+
+
+@dataclass(frozen=True)
+class FlashAdamWOfConfig:
+    """Makes the optimizer that a config names. DeepSpeed calls it as a user's function from parameters to one.
+
+    `params`: the arguments of FlashAdamW.
+    """
+
+    params: dict[str, Any]
+
+    def __call__(self, parameters: list) -> torch.optim.Optimizer:
+        from flashoptim import FlashAdamW
+
+        groups = [one["params"] if isinstance(one, dict) else [one] for one in parameters]
+        bits = {}
+        if all(p.dtype == torch.float32 for group in groups for p in group):
+            bits = {"master_weight_bits": None}  # there is nothing to correct, and FlashAdamW refuses its own default
+        return FlashAdamW(parameters, **bits | self.params)
+
+
+def optimizer_of(config: DeepSpeedConfig, given: Any) -> Any:
+    """The optimizer that an engine is to be given: FlashAdamW if the config names it, else `given`.
+
+    Raises:
+        ConfigError: flashoptim is not installed, or the config has parameters that FlashAdamW does not take.
+    """
+    if given is not None or config.optimizer_name != NAME:
+        return given
+    if find_spec("flashoptim") is None:
+        raise ConfigError(f'the optimizer "{NAME}" is one of flashoptim, which is not installed: {INSTALL}')
+    from flashoptim import FlashAdamW
+
+    params, (_, *known) = config.optimizer_params or {}, inspect.signature(FlashAdamW).parameters
+    if odd := [key for key in params if key not in known]:
+        raise ConfigError(f'"params" of the optimizer "{NAME}" has {shown(odd[0])}; valid are {", ".join(known)}')
+    return FlashAdamWOfConfig(params)
+
+
+@contextmanager
+def known_to_zero() -> Iterator[None]:
+    """Inside the context, ZeRO takes FlashAdamW without "zero_allow_untested_optimizer"."""
+    kinds = [sys.modules["flashoptim"].FlashAdamW] if "flashoptim" in sys.modules else []
+    ZERO_SUPPORTED_OPTIMIZERS.extend(kinds)
+    try:
+        yield
+    finally:
+        for kind in kinds:
+            ZERO_SUPPORTED_OPTIMIZERS.remove(kind)
+
+
+def about_masters(optimizer: Any) -> list[str]:
+    """What rounding does to a training whose masters are in bf16, if nothing corrects it.
+
+    `optimizer`: the engine's. Of ZeRO, it has the basic one as `optimizer`.
+    """
+    if not getattr(optimizer, "bf16_master_weights_and_gradients", False):
+        return []
+    basic = optimizer.optimizer
+    corrected = all(group.get("master_bytewidth", 0) > 2 for group in basic.param_groups)
+    return [] if corrected else [ROUNDED_AWAY.format(name=type(basic).__name__)]

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlashAdamW of flashoptim by the config and as the user's own optimizer trains as torch's AdamW does. Without a GPU,
+it keeps its moments in float32."""
+
+from functools import partial
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+import ds_mxfp8_moe
+from ds_mxfp8_moe.config import ConfigError
+from ds_mxfp8_moe.engine.flash_adamw import about_masters
+from tests.support.autoep_models import ds_config, model, train_engine, weights
+from tests.support.engine_cases import enabled
+from tests.support.slow import WIDE
+from tests.support.trainers import trainer_of
+
+SECTION = {"enabled": True, "recipe": "bf16"}
+ADAMW = {"lr": 1e-3, "betas": [0.8, 0.95], "eps": 1e-4, "weight_decay": 0.1}
+ON_CPU = {"quantize": False, "fused": False}
+ASKED = {"gradient_clipping": 0.5, "gradient_accumulation_steps": 2, "scheduler": {
+    "type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 3}}}
+
+
+def without_decay(net: torch.nn.Module) -> list[dict]:
+    """As the Trainer groups parameters: norms have no weight decay."""
+    norms = {name for name, _ in net.named_parameters() if "norm" in name}
+    return [{"params": [p for name, p in net.named_parameters() if name not in norms]},
+            {"params": [p for name, p in net.named_parameters() if name in norms], "weight_decay": 0.0}]
+
+
+def started(stage: int, how: str, directory=None, **changes):
+    net = model()
+    config = ds_config(SECTION, stage, **{**ASKED, **changes})
+    del config["zero_allow_untested_optimizer"]
+    given = {"model_parameters": without_decay(net)}
+    if how == "by the config":
+        config["optimizer"] = {"type": "FlashAdamW", "params": {**ADAMW, **ON_CPU}}
+    elif how == "torch's":
+        config["optimizer"] = {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}}
+    else:
+        from flashoptim import FlashAdamW
+
+        del config["optimizer"]
+        make = partial(FlashAdamW, **ADAMW, **ON_CPU, master_weight_bits=None)
+        given = {"optimizer": make(without_decay(net))}
+    return ds_mxfp8_moe.initialize(model=net, config=config, **given)[0]
+
+
+def trained(stage: int, how: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    engine = started(stage, how)
+    assert type(engine.basic_optimizer).__name__ == ("AdamW" if how == "torch's" else "FlashAdamW")
+    return train_engine(engine, range(8)), weights(engine)
+
+
+def assert_trains_alike(results: list, expected: list) -> None:
+    for (losses, found), (wanted_losses, wanted) in zip(results, expected, strict=True):
+        assert losses == pytest.approx(wanted_losses, rel=1e-5)
+        assert all(torch.allclose(found[name], wanted[name], rtol=1e-4, atol=1e-6) for name in wanted)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=WIDE), 1, pytest.param(2, marks=WIDE), 3])
+def test_trains_as_torchs_adamw(ranks2, stage):
+    """With groups, clipping, accumulation and a schedule, and without "zero_allow_untested_optimizer"."""
+    expected = ranks2.run(trained, stage, "torch's")
+    assert_trains_alike(ranks2.run(trained, stage, "by the config"), expected)
+    assert_trains_alike(ranks2.run(trained, stage, "by the user"), expected)
+
+
+def resumed(directory, stage: int) -> tuple[list[float], list[float]]:
+    """The losses of eight micro-batches in a run, and of the last four in a run that resumes there."""
+    engine = started(stage, "by the config")
+    losses = train_engine(engine, range(4))
+    engine.save_checkpoint(directory)
+    losses += train_engine(engine, range(4, 8))
+    again = started(stage, "by the config")
+    again.load_checkpoint(directory)
+    return losses, train_engine(again, range(4, 8))
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=WIDE), 3])
+def test_a_checkpoint_goes_on_with_the_same_bits(ranks2, tmp_path, stage):
+    for losses, last in ranks2.run(resumed, tmp_path, stage):
+        assert losses[4:] == last
+
+
+@enabled()
+def by_the_trainer(directory, optimizer: dict) -> list[float]:
+    trainer = trainer_of(directory, 1, None, optimizer=optimizer)
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_the_trainer_fills_in_its_arguments(ranks2, tmp_path):
+    auto = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
+    expected = ranks2.run(by_the_trainer, tmp_path, {"type": "AdamW", "params": {**auto, "torch_adam": True}})
+    found = ranks2.run(by_the_trainer, tmp_path, {"type": "FlashAdamW", "params": {**auto, **ON_CPU}})
+    # With an epsilon of 1e-8, Adam turns the noise of vanishing gradients into whole steps.
+    assert found == [pytest.approx(losses, rel=1e-2) for losses in expected]
+
+
+def refused(params: dict, installed: bool = True) -> str:
+    config = ds_config(SECTION, 1, optimizer={"type": "FlashAdamW", "params": params})
+    missing = mock.patch("ds_mxfp8_moe.engine.flash_adamw.find_spec", lambda name: installed or None)
+    with missing, pytest.raises(ConfigError) as error:
+        ds_mxfp8_moe.initialize(model=model(), config=config)
+    return str(error.value)
+
+
+def test_errors_say_what_to_do(ranks2):
+    for said in ranks2.run(refused, {"lr": 1e-3}, installed=False):
+        assert said.endswith('is one of flashoptim, which is not installed: pip install "ds_mxfp8_moe[memory]"')
+    for said in ranks2.run(refused, {"lr": 1e-3, "torch_adam": True}):
+        assert said.startswith('"params" of the optimizer "FlashAdamW" has "torch_adam"; valid are lr, betas, eps')
+
+
+@pytest.mark.parametrize("bits, masters, said", [(None, True, True), (3, True, False), (4, True, False),
+                                                 (None, False, False)])
+def test_masters_in_bf16_need_a_correction(bits, masters, said):
+    basic = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
+    if bits:
+        basic.param_groups[0]["master_bytewidth"] = bits
+    lines = about_masters(SimpleNamespace(bf16_master_weights_and_gradients=masters, optimizer=basic))
+    assert [line.startswith('ERROR: "bf16_master_weights_and_grads" with AdamW loses most updates')
+            for line in lines] == [True] * said
