@@ -11,10 +11,10 @@ from pathlib import Path
 
 from setuptools import setup
 
+FOLDERS = sorted(file.parent.name for file in Path("ds_mxfp8_moe").glob("*/__init__.py"))
 PACKAGE_DIRS = {
     "ds_mxfp8_moe": "ds_mxfp8_moe",
-    **{f"ds_mxfp8_moe.{floor}": f"ds_mxfp8_moe/{floor}"
-       for floor in ("compute", "transport", "ffn", "layers", "checkpoint", "engine")},
+    **{f"ds_mxfp8_moe.{name}": f"ds_mxfp8_moe/{name}" for name in FOLDERS if name not in ("hook", "ops")},
     "ds_mxfp8_moe.ops": "ops",
     "ds_mxfp8_moe.ops.op_builder": "ops/op_builder",
     "ds_mxfp8_moe.ops.triton_kernels": "ops/triton_kernels",
