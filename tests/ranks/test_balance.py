@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`load_balance_coeff`: the biases of experts follow their load, and checkpoints hold them."""
 
+import contextlib
+import io
+import re
 from functools import partial
 
 import deepspeed.comm as dist
@@ -22,44 +25,46 @@ def biases(module: torch.nn.Module) -> list[torch.Tensor]:
     return [balance.bias_of(layer).clone() for layer in autoep_layers(module)]
 
 
-def counts_of_a_step(net, step: int) -> list[torch.Tensor]:
-    """Choices of all ranks in a forward of this batch, by layer."""
-    layers, found = autoep_layers(net.module), []
-    hooks = [watch_choices(layer, lambda expert_TK: found.append(expert_TK.flatten().bincount(minlength=8).float()))
-             for layer in layers]
-    net(input_ids=batch(step))
-    for hook in hooks:
-        hook.remove()
-    for count_E in found:
-        dist.all_reduce(count_E)
-    return found
+def add_load(load_E, tokens, expert_TK) -> None:
+    load_E += expert_TK[tokens].flatten().bincount(minlength=8)
 
 
 def moves(net) -> list[float]:
-    """Trains a step of each number of micro-batches. By how much a bias lies off the rule, in each layer."""
-    before = biases(net.module)
-    net.eval()
-    expected = [torch.zeros_like(bias) for bias in before]
-    micro_batches = net.gradient_accumulation_steps()
-    for step in range(micro_batches):
-        for sum_E, count_E in zip(expected, counts_of_a_step(net, step), strict=True):
-            sum_E += count_E
-    net.train()
-    train_engine(net, range(micro_batches))
-    return [float((now - old - COEFF * torch.sign(load.mean() - load)).abs().max())
-            for now, old, load in zip(biases(net.module), before, expected, strict=True)]
+    """Trains a step. By how much a bias lies off the rule, in each layer."""
+    before, layers = biases(net.module), autoep_layers(net.module)
+    loads = [torch.zeros(8) for _ in layers]
+    hooks = [watch_choices(layer, partial(add_load, load_E, slice(None)))
+             for layer, load_E in zip(layers, loads, strict=True)]
+    train_engine(net, range(net.gradient_accumulation_steps()))
+    for hook, load_E in zip(hooks, loads, strict=True):
+        hook.remove()
+        dist.all_reduce(load_E)
+    return [float((now - old - COEFF * torch.sign(load_E.mean() - load_E)).abs().max())
+            for now, old, load_E in zip(biases(net.module), before, loads, strict=True)]
 
 
-def moves_of_a_new_engine(family: str, stage: int, **changes) -> list[float]:
-    return moves(engine(SECTION, stage, family=family, **changes))
+def moves_of_a_new_engine(family: str, stage: int, **changes) -> tuple:
+    """`moves`; which biases are the model's own; and the layers on which the key has no effect."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        net = engine(SECTION, stage, family=family, **changes)
+        errors = moves(net)
+    ignored = re.findall(r"has no effect on (.*), whose router does not choose", said.getvalue())
+    return errors, [balance.corrects(layer) for layer in autoep_layers(net.module)], ignored
 
 
-@pytest.mark.parametrize("family, stage, changes", [
-    ("qwen3_moe", 0, {}), ("deepseek_v3", 2, {"gradient_accumulation_steps": 3}),
-    ("qwen3_moe", 3, {"bf16": {"enabled": True}}), ("deepseek_v3", 3, {})], ids=str)
-def test_a_bias_moves_by_the_sign_of_its_load_s_error(ranks2, family, stage, changes):
-    for found in ranks2.run(moves_of_a_new_engine, family, stage, **changes):
+BF16 = {"bf16": {"enabled": True}}
+
+
+@pytest.mark.parametrize("family, stage, changes, own, ignored", [
+    ("qwen3_moe", 0, {}, [False, False], []), ("deepseek_v3", 2, {"gradient_accumulation_steps": 3}, [True], []),
+    ("qwen3_moe", 3, BF16, [False, False], []), ("deepseek_v3", 3, {}, [True], []),
+    ("lfm2_moe", 1, BF16, [True, True], []), ("laguna", 1, BF16, [False, False], []),
+    ("gemma4", 1, BF16, [False, False], []), ("deepseek_v4", 1, BF16, [False, True], ["model.layers.0.mlp"]),
+    ("phimoe", 1, BF16, [False, False], ["model.layers.0-1.mlp"])], ids=str)
+def test_a_bias_moves_by_the_sign_of_its_load_s_error(ranks2, family, stage, changes, own, ignored):
+    for rank, (found, corrects, said) in enumerate(ranks2.run(moves_of_a_new_engine, family, stage, **changes)):
         assert found and max(found) < 1e-6, found
+        assert corrects == own and said == ([] if rank else ignored)
 
 
 ONLY_LAYER_1 = {"load_balance_coeff": COEFF, "exclude": [r"model\.layers\.0\..*"]}
@@ -117,10 +122,6 @@ def evaluated() -> bool:
 
 def test_an_evaluation_counts_nothing(ranks2):
     assert ranks2.run(evaluated) == [False, False]
-
-
-def add_load(load_E, tokens, expert_TK) -> None:
-    load_E += expert_TK[tokens].flatten().bincount(minlength=8)
 
 
 def signs_with_padding(side: str, checkpointing: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -3,7 +3,6 @@
 
 import contextlib
 import io
-import re
 from unittest import mock
 
 import deepspeed.comm as dist
@@ -120,36 +119,6 @@ def test_a_router_that_changes_the_choice_is_refused(ranks2, hidden):
     first, second = ranks2.run(changed_choice, hidden)
     assert "not supported for model.layers.1.mlp: its router changes the choice" in second
     assert first == ("" if hidden else second)
-
-
-def moved(model_type: str) -> tuple:
-    """By how much biases lie off the rule after a step, which of them are the model's, and which have no effect."""
-    section = {"enabled": True, "load_balance_coeff": 0.01}
-    with contextlib.redirect_stdout(io.StringIO()) as told:
-        engine = start(model_type, section, 1, 2, bf16={"enabled": True})
-        layers, loads = autoep_layers(engine.module), []
-        before = [balance.bias_of(layer).clone() for layer in layers]
-        hooks = [layer.experts.register_forward_pre_hook(lambda module, args: loads.append(
-            args[1].flatten().bincount(minlength=8).float())) for layer in layers]
-        train_engine(engine, range(1))
-    for hook in hooks:
-        hook.remove()
-    for load_E in loads:
-        dist.all_reduce(load_E)
-    errors = [float((balance.bias_of(layer) - old - 0.01 * torch.sign(load_E.mean() - load_E)).abs().max())
-              for layer, old, load_E in zip(layers, before, loads, strict=True)]
-    ignored = re.findall(r"has no effect on (.*), whose router does not choose", told.getvalue())
-    return max(errors), [balance.corrects(layer) for layer in layers], ignored
-
-
-@pytest.mark.parametrize("model_type, own, ignored", [
-    ("lfm2_moe", [True, True], []), ("laguna", [False, False], []), ("gemma4", [False, False], []),
-    ("deepseek_v4", [False, True], ["model.layers.0.mlp"]), ("phimoe", [False, False], ["model.layers.0-1.mlp"])])
-def test_a_bias_of_the_block_or_of_ours_moves(ranks2, model_type, own, ignored):
-    for rank, (error, corrects, told) in enumerate(ranks2.run(moved, model_type)):
-        assert error < 1e-6
-        assert corrects == own
-        assert told == ([] if rank else ignored)
 
 
 def saved(folder: str) -> tuple[list, list[str]]:

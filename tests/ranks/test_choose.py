@@ -302,25 +302,6 @@ def stay_away():
     return caught.value.missing, str(caught.value)
 
 
-def through_the_engine(section):
-    out = io.StringIO()
-    with redirect_stdout(out):
-        try:
-            model = Block(moe_layer(SwiGLU(), ep_size=2, k=2))
-            ds_mxfp8_moe.initialize(model=model, config={"train_micro_batch_size_per_gpu": 1, "mxfp8_moe": section})
-        except RuntimeError as error:
-            return str(error)
-    return [line for line in out.getvalue().splitlines() if "transport" in line]
-
-
-def test_the_engine_chooses_at_its_start(ranks2):
-    said = ranks2.run(through_the_engine, {"enabled": True})
-    assert said == [["mxfp8_moe: transport collective between ranks [0, 1]: there is no CUDA device"], []]
-    assert ranks2.run(through_the_engine, {"enabled": True, "transport": "collective"}) == [[], []]
-    for text in ranks2.run(through_the_engine, {"enabled": True, "transport": "nvlink"}):
-        assert "the transport nvlink cannot be used here: there is no CUDA device" in text
-
-
 def calls_of_choose(section: dict) -> tuple:
     """How often layers choose at the engine's start, and in two steps."""
     with mock.patch.object(settings, "choose", side_effect=choose) as called:

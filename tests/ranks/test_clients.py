@@ -95,15 +95,6 @@ def test_a_model_in_a_wrapper_trains_and_saves_and_another_engine_follows(ranks2
     assert {*saved.state_dict()} == {*model().state_dict()}
 
 
-def engines_one_after_the_other() -> list[list[float]]:
-    return [train_wrapped(False) for _ in range(2)]
-
-
-def test_an_engine_after_a_destroyed_one_trains_alike(ranks2):
-    for first, second in ranks2.run(engines_one_after_the_other):
-        assert first == second
-
-
 def states_that_leave(leave: bool) -> list[float]:
     """The losses of steps between which an engine's states leave the device, as while a policy generates."""
     engine, losses = ds_mxfp8_moe.initialize(model=model(), config=ds_config(SECTION, 3))[0], []

@@ -2,17 +2,23 @@
 """save_checkpoint and load_checkpoint are whole or without effect, on all ranks alike."""
 
 import errno
+import os
+import signal
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import deepspeed.comm as dist
+import pytest
 import torch
 
 from ds_mxfp8_moe.checkpoint.engine_checkpoints import CheckpointError
 from ds_mxfp8_moe.checkpoint.manifest import MANIFEST, find_damage, read_manifest
+from ds_mxfp8_moe.transport import deadline
 from tests.support.autoep_models import engine as autoep_engine
 from tests.support.autoep_models import train_engine
 from tests.support.models import Layout, make_engine, state, train_steps
+from tests.support.rank_pool import RankFailure
 
 LAYOUT = Layout(zero=1, steps=1)
 SCRIPTS = ["zero_to_fp32.py", "zero_to_torch.py"]
@@ -89,6 +95,41 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_harms_nothing(ranks2, tm
         assert folder == ["global_step2", "latest", *(SCRIPTS if rank == 0 else [])]
         assert f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" in files
         assert f"zero_pp_rank_{1 - rank}_mp_rank_00_optim_states.pt" not in files
+
+
+def killed(directory: str) -> None:
+    """Rank 1 dies while it saves under the tag of an earlier checkpoint. Every moment: tests/unit/test_manifest.py."""
+    engine, rank, plain, files = make_engine(LAYOUT, {"enabled": True}), dist.get_rank(), torch.save, []
+    train_steps(engine, LAYOUT)
+    engine.save_checkpoint(directory, tag="a")
+    torch.save(state(engine), f"{directory}-{rank}")
+    train_steps(engine, LAYOUT, 1)
+
+    def save(what, path, *args, **kwargs):
+        files.append(path)
+        if rank == 1 and len(files) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        plain(what, path, *args, **kwargs)
+
+    with mock.patch.object(torch, "save", save), mock.patch.object(deadline, "GRACE_SECONDS", 0.3):
+        engine.save_checkpoint(directory, tag="a")
+
+
+def after_a_death(directory: str) -> tuple:
+    """The step that is loaded, whether its state is the one that was saved, and what is there after the next save."""
+    engine = make_engine(replace(LAYOUT, seed=99), {"enabled": True})
+    engine.load_checkpoint(directory)
+    same = equal(engine, torch.load(f"{directory}-{dist.get_rank()}"))
+    step = engine.global_steps
+    engine.save_checkpoint(directory, tag="b")
+    return step, same, names(Path(directory))
+
+
+def test_the_earlier_checkpoint_loads_after_a_rank_was_killed(ranks2, tmp_path):
+    with pytest.raises(RankFailure) as caught:
+        ranks2.run(killed, str(tmp_path / "run"))
+    assert "ended" in caught.value.errors[1] and "PeerError" in caught.value.errors[0]
+    assert ranks2.run(after_a_death, str(tmp_path / "run")) == [(1, True, ["a", "b", "latest", *SCRIPTS])] * 2
 
 
 def cut(path: Path) -> bytes:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 from transformers import GptOssConfig, MixtralConfig, NemotronHConfig
-from transformers.integrations.moe import use_experts_implementation
 from transformers.models.aria.configuration_aria import AriaTextConfig
 from transformers.models.aria.modeling_aria import AriaExperts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -21,6 +20,7 @@ from ds_mxfp8_moe.engine.convert import convert_layers
 from ds_mxfp8_moe.engine.spreading import share
 from ds_mxfp8_moe.layers.experts import spread
 from ds_mxfp8_moe.recognition.stacked import Layout
+from tests.support.invented_moe import InventedConfig, InventedExperts
 
 E, K, H, F = 8, 2, 64, 96
 FORMS = {  # gated; interleaved, transposed and biased; without a gate; of no kernel's formula; transposed
@@ -35,32 +35,9 @@ FORMS = {  # gated; interleaved, transposed and biased; without a gate; of no ke
 LENGTHS = {"even": (24, 24), "uneven": (5, 19), "none on a rank": (0, 11), "none": (0, 0)}
 
 
-@use_experts_implementation
-class OwnExperts(nn.Module):
-    """Experts of no release: another function between the GEMMs, and a norm behind them or none."""
-
-    def __init__(self, config: MixtralConfig):
-        super().__init__()
-        self.num_experts = E
-        self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * F, H))
-        self.down_proj = nn.Parameter(torch.empty(E, H, F))
-
-    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return torch.tanh(gate) * up.sin()
-
-    def forward(self, hidden_states, top_k_index, top_k_weights) -> torch.Tensor:
-        y_TH = torch.zeros_like(hidden_states)
-        for expert in range(E):
-            token, k = torch.where(top_k_index == expert)
-            rows = self._apply_gate(hidden_states[token] @ self.gate_up_proj[expert].t()) @ self.down_proj[expert].t()
-            rows = self.post_expert_norm(rows) if self.has_post_expert_norm else rows
-            y_TH = y_TH.index_add(0, token, rows * top_k_weights[token, k, None])
-        return y_TH
-
-
 def own_experts(normed: bool) -> nn.Module:
-    experts = OwnExperts(MixtralConfig())
+    """Experts of no release: another function between the GEMMs, and a norm behind them or none."""
+    experts = InventedExperts(InventedConfig(hidden_size=H, expert_size=F, experts_in_all=E))
     experts.has_post_expert_norm = normed  # which not every release sets
     if normed:
         experts.post_expert_norm = nn.RMSNorm(H, eps=1e-3)

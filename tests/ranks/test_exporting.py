@@ -4,8 +4,11 @@
 import io
 import itertools
 import json
+import os
 import re
+import signal
 from contextlib import redirect_stdout
+from unittest import mock
 
 import deepspeed.comm as dist
 import peft
@@ -17,8 +20,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe import export_weights, save_pretrained
+from ds_mxfp8_moe.checkpoint.gathering import Gather
+from ds_mxfp8_moe.checkpoint.staging import staged
+from ds_mxfp8_moe.checkpoint.writing import ShardWriter
 from ds_mxfp8_moe.compute import casts
 from ds_mxfp8_moe.compute.mx import dequantize, quantize_tiles
+from ds_mxfp8_moe.transport import deadline
 from small_models import small_model
 from tests.support.adapted_models import with_adapters
 from tests.support.autoep_models import batch, model, train_engine
@@ -34,28 +41,27 @@ from tests.support.exporting_cases import (
 )
 from tests.support.models import Layout, SwiGLU, make_engine
 from tests.support.pretrained_models import held_out_loss, loaded
-from tests.support.slow import slow_except
+from tests.support.rank_pool import RankFailure
+from tests.support.slow import WIDE, slow_except
 from tests.support.vllm_reader import EXPERT, files_of, read
 
 EVERY_WAY = tuple(itertools.product((1, 2, 3), (1, 2)))
 
 
-@pytest.mark.parametrize("model_type", slow_except(
-    ["deepseek_v3", "lfm2_moe", "mixtral", "qwen3_moe"], "mixtral"))
-def test_transformers_and_vllm_read_the_same_weights(ranks2, tmp_path, model_type):
-    assert ranks2.run(saved, tmp_path, model_type, EVERY_WAY) == [True, True]
+FOUR_RANKS = (1, 2), (3, 2), (2, 4), (0, 1)
+
+
+@pytest.mark.parametrize("ranks, model_type, ways", [
+    ("ranks2", "mixtral", EVERY_WAY), pytest.param("ranks4", "qwen3_moe", FOUR_RANKS, marks=pytest.mark.slow),
+    *(pytest.param("ranks2", model_type, EVERY_WAY, marks=WIDE) for model_type in ("deepseek_v3", "lfm2_moe"))])
+def test_transformers_and_vllm_read_the_same_weights(request, tmp_path, ranks, model_type, ways):
+    assert set(request.getfixturevalue(ranks).run(saved, tmp_path, model_type, ways)) == {True}
     check_files(tmp_path)
     theirs, before = (loaded(tmp_path / weights, torch.bfloat16).state_dict() for weights in ("fp8", "model"))
     experts = {name: dequantize(quantize_tiles(tensor)) for name, tensor in before.items()
                if name.endswith(("experts.gate_up_proj", "experts.down_proj"))}
     assert len(experts) >= 2 and not all(torch.equal(before[name], tensor) for name, tensor in experts.items())
     assert same(theirs, before | experts)
-
-
-@pytest.mark.slow
-def test_several_groups_that_share_experts(ranks4, tmp_path):
-    assert ranks4.run(saved, tmp_path, "qwen3_moe", ((1, 2), (3, 2), (2, 4), (0, 1))) == [True] * 4
-    check_files(tmp_path)
 
 
 # ---- which bytes
@@ -246,23 +252,6 @@ def test_merged_weights_do_not_depend_on_ranks_or_calls(ranks2):
     assert ranks2.run(merged_alike) == [True, True]
 
 
-def stacked_merged(directory):
-    engine = engine_of(with_adapters(model("gpt_oss", torch.bfloat16)), {"frozen_experts": "keep"})
-    save_pretrained(engine, directory)
-    return {name: tensor.clone() for name, tensor in export_weights(engine, "model")}
-
-
-def test_adapters_of_experts_that_checkpoints_hold_stacked_are_merged(ranks2, tmp_path):
-    found, others = ranks2.run(stacked_merged, tmp_path)
-    base = model("gpt_oss", torch.bfloat16)
-    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
-    merged = peft.PeftModel.from_pretrained(base, tmp_path, autocast_adapter_dtype=False).merge_and_unload()
-    assert same(found, others)
-    for name, tensor in merged.state_dict().items():
-        assert torch.allclose(found[name], tensor, rtol=2**-6, atol=2**-12), name
-        assert torch.equal(found[name], before[name]) == (not name.endswith(("_proj", "q_proj.weight"))), name
-
-
 def there_and_back(directory):
     """Whether files in FP8 that were loaded for LoRA of attention, and are saved before a step, are the same."""
     save_pretrained(engine_of(small_model("qwen3_moe", **SIZES)), directory / "first", "fp8")
@@ -387,16 +376,27 @@ def test_arguments_that_differ_between_ranks_are_an_error_on_every_rank(ranks2, 
         "same order"]
 
 
-def no_room(directory):
-    engine = engine_of(small_model("qwen3_moe", **SIZES))
-    with pytest.raises(RuntimeError, match="could not be saved to .*: "):
-        save_pretrained(engine, directory / "file", "fp8")
-    with pytest.raises(ValueError, match="max_shard_size is 'large'"):
-        save_pretrained(engine, directory, "fp8", max_shard_size="large")
-    return len(dict(export_weights(engine, "fp8")))
+def exports(directory):
+    """Rank 1 dies while rank 0 writes what all ranks export."""
+    engine = engine_of(model("qwen3_moe", **SIZES, num_hidden_layers=1))
+    save_pretrained(engine, directory, "fp8")
+    dist.barrier()
+    pairs = export_weights(engine, "fp8", bucket_bytes=1, rank_0_only=True)
+    if dist.get_rank() == 1:
+        plain, calls = Gather.parts, iter(range(100))
+        with mock.patch.object(Gather, "parts", lambda *args: plain(*args) if next(calls) < 3 else
+                               os.kill(os.getpid(), signal.SIGKILL)):
+            list(pairs)
+    with mock.patch.object(deadline, "GRACE_SECONDS", 0.3), staged(directory) as folder:
+        files = ShardWriter(folder, 10_000)
+        for name, tensor in pairs:
+            files.add(name, tensor)
+        files.finish()
 
 
-def test_every_rank_hears_of_a_failure(ranks2, tmp_path):
-    (tmp_path / "file").write_text("not a folder")
-    first, second = ranks2.run(no_room, tmp_path)
-    assert first == second > 0 and [path.name for path in tmp_path.iterdir()] == ["file"]
+@pytest.mark.slow
+def test_a_rank_that_dies_during_an_export(ranks2, tmp_path):
+    with pytest.raises(RankFailure) as caught:
+        ranks2.run(exports, tmp_path)
+    assert "ended" in caught.value.errors[1] and "PeerError" in caught.value.errors[0]
+    assert loaded(tmp_path, torch.bfloat16) and not list(tmp_path.glob(".*"))

@@ -49,34 +49,26 @@ CASES = [("qwen3_moe", 0, 1, {}, plainly), ("qwen3_moe", 1, 3, BF16, plainly), (
          ("qwen3_moe", 1, 1, BF16, kept_outputs), ("qwen3_moe", 1, 1, BF16, early)]
 # Eager attention, which gpt_oss has by default, returns its weights beside its output: no graph does.
 CASES += [(family, 1, 2, BF16, plainly) for family in FAMILIES if family not in ("qwen3_moe", "gpt_oss")]
-CASES = {f"{family}-zero{stage}-{steps_of}-{train.__name__}": (train, family, stage, steps_of, dtype)
+CASES = {f"{family}-zero{stage}-{steps_of}-{train.__name__}": ((train, family, stage, steps_of, dtype), {})
          for family, stage, steps_of, dtype, train in CASES}
+CASES["layers-whose-masks-differ"] = (plainly, "qwen2_moe", 1, 2, BF16), SLIDING
 QUICK = ("qwen3_moe-zero1-2-lengths", "qwen3_moe-zero1-1-evaluation", "qwen3_moe-zero1-1-padded",
-         "deepseek_v3-zero2-1-uneven")
+         "deepseek_v3-zero2-1-uneven", "layers-whose-masks-differ")
 
 
 @pytest.mark.parametrize("case", slow_except(CASES, *QUICK))
 def test_graphs_train_alike(ranks2, case):
-    for losses, weights, lines, replays in ranks2.run(both, *CASES[case]):
+    args, changes = CASES[case]
+    for losses, weights, lines, replays in ranks2.run(both, *args, **changes):
         assert losses and weights
         assert replays > 0, lines
         assert all("runs in CUDA graphs" in line for line in lines)
 
 
-def test_layers_whose_masks_differ(ranks2):
-    for losses, weights, lines, replays in ranks2.run(both, plainly, "qwen2_moe", 1, 2, BF16, **SLIDING):
-        assert losses and weights and replays > 0, lines
-
-
 @pytest.mark.slow
-def test_two_backwards_through_a_forward_run_as_before(ranks2):
-    for losses, weights, _, replays in ranks2.run(both, twice, "qwen3_moe", 1, 1, BF16):
-        assert losses and weights and not replays
-
-
-@pytest.mark.slow
-def test_checkpointing_that_is_reentrant_runs_as_before(ranks2):
-    for losses, weights, _, replays in ranks2.run(both, reentrant, "qwen3_moe", 1, 1, BF16):
+@pytest.mark.parametrize("train", [twice, reentrant])
+def test_two_backwards_and_reentrant_checkpointing_run_as_before(ranks2, train):
+    for losses, weights, _, replays in ranks2.run(both, train, "qwen3_moe", 1, 1, BF16):
         assert losses and weights and not replays
 
 

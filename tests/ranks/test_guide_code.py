@@ -179,7 +179,6 @@ def emulated_all_to_all(directory: Path) -> float:
         return all_to_all(directory)
 
 
-@pytest.mark.skipif(emulator.obstacle() is not None, reason=f"the emulator needs nvcc: {emulator.obstacle()}")
+@pytest.mark.usefixtures("emulated")
 def test_all_to_all(ranks2, tmp_path):
-    emulator.build()
     assert max(ranks2.run(emulated_all_to_all, tmp_path)) < 0.05

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transport in two hops, over gloo: the table of exchanges, what crosses nodes against the routing, and whole
-layers."""
+"""The transport in two hops, over gloo: the table of exchanges, and what crosses nodes against the routing.
+test_hierarchical_layers.py has whole layers."""
 
 import gc
 from weakref import ref
 
 import deepspeed.comm as dist
 import pytest
-import torch
 
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
 from ds_mxfp8_moe.transport.hops import Hops
-from tests.support import expert_ffn_cases
 from tests.support.conformance import (
     HARD,
     MX32,
@@ -23,10 +21,7 @@ from tests.support.conformance import (
     check_in_flight,
     without_an_empty_rank,
 )
-from tests.support.expert_ffn_cases import RECIPES, compare, formula
 from tests.support.recorded_collectives import steps
-from tests.support.reference_moe import reference
-from tests.support.slow import slow_except
 
 TOKENS_OF_6 = (50, 300, 61, 37, 0, 20)
 
@@ -45,7 +40,8 @@ def check_hops(name: str, node_size: int) -> None:
 @pytest.mark.parametrize("ranks, node_size, name", [
     *((4, 2, name) for name in HARD),
     *((4, 1, name) for name in ("dropped", "one rank has tokens", "more rows than a tile")),
-    *((6, node_size, name) for node_size in (2, 3) for name in ("skewed", "dropped", "more rows than a tile"))])
+    *(pytest.param(6, node_size, name, marks=pytest.mark.slow) for node_size in (2, 3)
+      for name in ("skewed", "dropped", "more rows than a tile"))])
 def test_same_bits(request, ranks, node_size, name):
     request.getfixturevalue(f"ranks{ranks}").run(check_hops, name, node_size)
 
@@ -117,46 +113,7 @@ def test_a_token_crosses_once_to_each_node_and_the_wire_counts_it(ranks4, row_fo
     check_bytes(ranks4, Problem(row_format=row_format, top_k=6, local_experts=2, routing="dropped"), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("node_size", [2, 3])
 def test_bytes_between_nodes_of_six_ranks(ranks6, node_size):
     check_bytes(ranks6, Problem(tokens=TOKENS_OF_6, row_format=MX32, top_k=4, local_experts=2), node_size)
-
-
-# ---------------------------------------------------------------- experts
-
-
-def run_ffn(recipe, node_size: int, name: str, **kwargs) -> dict:
-    plain = expert_ffn_cases.transport
-    expert_ffn_cases.transport = lambda world: two_hops(node_size)
-    try:
-        return expert_ffn_cases.run_layer(recipe, name, **kwargs)
-    finally:
-        expert_ffn_cases.transport = plain
-
-
-def check_ffn(pool, recipe_name: str, node_size: int, name: str = "swiglu", least: float = 45, device: str = "cpu",
-              rescales_rows: bool = False, **kwargs) -> None:
-    """Output and all gradients against the naive layer with the roundings of two hops."""
-    recipe, world = RECIPES[recipe_name], pool.world_size
-    results = pool.run(run_ffn, recipe, node_size, name, device=device, **kwargs)
-    experts, xs, grads, routes = expert_ffn_cases.problem(world, name, **kwargs)
-    worst = compare(results, reference(formula(name), recipe, experts, xs, routes, grads, world, rescales_rows,
-                                       node_size=node_size))
-    assert min(worst.values()) >= least, worst
-
-
-# A transport sees no more of a recipe than the format of rows. In the last one, rows of all four exchanges are MXFP8.
-@pytest.mark.parametrize("recipe_name", ["hp-128", "bf16", "all-wires-mxfp8"])
-def test_a_layer_equals_the_reference(ranks4, recipe_name):
-    check_ffn(ranks4, recipe_name, 2, dtype=torch.bfloat16, top_k=4)
-
-
-@pytest.mark.parametrize("node_size", slow_except([2, 3], 3))
-def test_a_layer_on_six_ranks(ranks6, node_size):
-    check_ffn(ranks6, "all-wires-mxfp8", node_size, dtype=torch.bfloat16, top_k=4, tokens=TOKENS_OF_6, num_experts=12)
-
-
-@pytest.mark.parametrize("keys", [{"routing": "dropped"}, {"routing": "nowhere"}, {"tokens": (0, 0, 129, 1)},
-                                  {"tokens": (0, 0, 0, 0)}], ids=str)
-def test_a_layer_of_another_kind(ranks4, keys):
-    check_ffn(ranks4, "mxfp8-32", 2, **keys)

@@ -17,7 +17,6 @@ from ds_mxfp8_moe.transport.deadline import PeerError
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
 from ds_mxfp8_moe.transport.hops import Hops
 from ds_mxfp8_moe.transport.wires import HostWire, PeerWire, RowWire
-from tests.support import emulator
 from tests.support.deadline_cases import CONFUSIONS, confused
 from tests.support.peer_wires import peer_hops
 from tests.support.rank_pool import RankFailure, set_timeout
@@ -26,7 +25,6 @@ from tests.support.slow import slow_except
 DEADLINE, GRACE = timedelta(seconds=1.5), 1.0
 SPARE = 10  # for a busy machine
 MX = RowFormat(True)
-needs_the_emulator = pytest.mark.skipif(emulator.obstacle() is not None, reason=str(emulator.obstacle()))
 
 
 class Gone(Exception):
@@ -111,11 +109,10 @@ def test_a_rank_that_stalls_in_a_hop_is_named_by_all_others(ranks4, gone, phase,
 
 
 @pytest.mark.slow
-@needs_the_emulator
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("gone, phase, hop", [(0, "counts", BETWEEN), (3, "dispatch", INSIDE),
                                               (3, "combine of the gradient", BETWEEN)])
 def test_a_rank_that_stalls_over_peer_memory_is_named_by_all_others(ranks4, gone, phase, hop):
-    emulator.build()
     answers = ranks4.run(leave, gone, place(phase, hop), False, PeerLeaving)
     check_named(answers, gone, phase, hop, DEADLINES[PeerLeaving])
 

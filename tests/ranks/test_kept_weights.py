@@ -4,7 +4,7 @@
 import contextlib
 import io
 import os
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from unittest import mock
 
@@ -66,42 +66,44 @@ def assert_same_bits_and_casts(results, without, kept, later=None):
             kept, *[kept if later is None else later] * (len(counts) - 1)]
 
 
-LAYOUTS = {
-    "zero0-bf16": Layout(dtype="bf16", config=TWO),
-    "zero1": Layout(zero=1, config=TWO),
-    "zero1-bf16-fp32-accumulation": Layout(zero=1, dtype="bf16",
-                                           config={**TWO, "data_types": {"grad_accum_dtype": "fp32"}}),
-    "zero2-bf16": Layout(zero=2, dtype="bf16", config=TWO),
-    "offload": Layout(zero=2, dtype="bf16", config={**TWO, **OFFLOAD}),
-    "experts-on-every-rank": Layout(ep_size=1, zero=2, dtype="bf16", config=TWO),
-    "frozen": Layout(zero=1, dtype="bf16", frozen=r"blocks\.0\..*experts.*", config=TWO),
+ZERO_2 = Layout(zero=2, dtype="bf16", config=TWO)
+
+
+@dataclass(frozen=True)
+class Case:
+    """How many casts the key saves. `later`: in all steps but the first."""
+
+    layout: Layout
+    keys: dict = field(default_factory=dict)
+    way: str = "stored"
+    without: int = 2 * CASTS
+    kept: int = CASTS
+    later: int = CASTS
+
+
+CASES = {
+    "zero0-bf16": Case(Layout(dtype="bf16", config=TWO)),
+    "zero1": Case(Layout(zero=1, config=TWO)),
+    "zero1-bf16-fp32-accumulation": Case(Layout(zero=1, dtype="bf16", config={
+        **TWO, "data_types": {"grad_accum_dtype": "fp32"}})),
+    "offload": Case(replace(ZERO_2, config={**TWO, **OFFLOAD})),
+    "mxfp8": Case(ZERO_2, {"recipe": "mxfp8", "scale_block_size": 128}),
+    "mxfp8-blocks-of-32": Case(ZERO_2, {"recipe": "mxfp8", "scale_block_size": 32}),
+    "experts-on-every-rank": Case(replace(ZERO_2, ep_size=1)),
+    # Frozen experts, here of one of the two layers, are cast once for all steps.
+    "frozen": Case(Layout(zero=1, dtype="bf16", frozen=r"blocks\.0\..*experts.*", config=TWO), later=CASTS // 2),
+    "pipeline": Case(Layout(ep_size=1, stages=2, zero=1, dtype="bf16", config=TWO),  # one layer on each rank
+                     without=CASTS, kept=CASTS // 2, later=CASTS // 2),
+    **{way: Case(Layout(zero=2, dtype="bf16"), way=way, without=3 * CASTS // 2)
+       for way in ("reentrant", "non-reentrant", "non-reentrant-to-the-end", "deepspeed")},
 }
 
 
-@pytest.mark.parametrize("name", slow_except(LAYOUTS, "zero2-bf16", "frozen"))
-def test_micro_batches_cast_each_weight_once(ranks2, name):
-    # Frozen experts, here of one of the two layers, are cast once for all steps.
-    later = CASTS // 2 if name == "frozen" else None
-    assert_same_bits_and_casts(ranks2.run(both, LAYOUTS[name]), 2 * CASTS, CASTS, later)
-
-
-@pytest.mark.parametrize("ep_size, recipe, block", slow_except(
-    [(1, "mxfp8_wgrad_with_hp", 128), (2, "mxfp8", 32), (2, "mxfp8", 128)], (2, "mxfp8", 32)))
-def test_every_recipe(ranks2, ep_size, recipe, block):
-    layout = Layout(ep_size=ep_size, zero=2, dtype="bf16", config=TWO)
-    results = ranks2.run(both, layout, {"recipe": recipe, "scale_block_size": block})
-    assert_same_bits_and_casts(results, 2 * CASTS, CASTS)
-
-
-@pytest.mark.parametrize("way", slow_except(
-    ["reentrant", "non-reentrant", "non-reentrant-to-the-end", "deepspeed"], "non-reentrant"))
-def test_a_recomputation_uses_the_casts_of_its_forward(ranks2, way):
-    assert_same_bits_and_casts(ranks2.run(both, Layout(zero=2, dtype="bf16"), None, way), 3 * CASTS // 2, CASTS)
-
-
-def test_pipelines(ranks4):
-    layout = Layout(ep_size=1, stages=2, zero=1, dtype="bf16", config=TWO)
-    assert_same_bits_and_casts(ranks4.run(both, layout), CASTS, CASTS // 2)  # a rank has one of the two layers
+@pytest.mark.parametrize("name", slow_except(CASES, "mxfp8-blocks-of-32", "frozen", "non-reentrant"))
+def test_micro_batches_and_recomputations_cast_each_weight_once(request, name):
+    case, ranks = CASES[name], request.getfixturevalue("ranks4" if name == "pipeline" else "ranks2")
+    results = ranks.run(both, case.layout, case.keys, case.way)
+    assert_same_bits_and_casts(results, case.without, case.kept, case.later)
 
 
 def decided(layout, free=None, way="stored"):
@@ -115,8 +117,8 @@ def decided(layout, free=None, way="stored"):
 
 
 @pytest.mark.parametrize("layout, free, way, first, later, said", [
-    (LAYOUTS["zero2-bf16"], None, "stored", 2 * CASTS, CASTS, "MXFP8 weights are kept within each step, up to"),
-    (LAYOUTS["zero2-bf16"], 1000, "stored", 2 * CASTS, 2 * CASTS, "GiB on rank 1"),
+    (ZERO_2, None, "stored", 2 * CASTS, CASTS, "MXFP8 weights are kept within each step, up to"),
+    (ZERO_2, 1000, "stored", 2 * CASTS, 2 * CASTS, "GiB on rank 1"),
     (Layout(zero=2, dtype="bf16"), None, "reentrant", 3 * CASTS // 2, CASTS, "MXFP8 weights are kept within each"),
     (Layout(zero=2, dtype="bf16"), None, "stored", CASTS, CASTS, None)],
     ids=["micro-batches", "no memory on one rank", "checkpointing", "one micro-batch"])

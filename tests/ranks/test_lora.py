@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA by PEFT on experts, routers and shared experts: trained like plain Hugging Face with PEFT, and loaded by
-these."""
+"""LoRA by PEFT on experts, routers and shared experts of every layout: trained like plain transformers with PEFT, and
+saved under its names."""
 
 import contextlib
 import io
 import warnings
+from dataclasses import dataclass, field
 
 import deepspeed.comm as dist
 import peft
@@ -17,82 +18,215 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 import ds_mxfp8_moe
 from ds_mxfp8_moe.checkpoint import saving
 from ds_mxfp8_moe.config import ConfigError
-from ds_mxfp8_moe.layers.experts import converted_layers
-from tests.support import models
-from tests.support.adapted_models import LEARNING_RATE, adapted, build
-from tests.support.autoep_models import autoep_layers, batch, ds_config, gathered, model, train_engine
+from ds_mxfp8_moe.layers.experts import expert_blocks
+from tests.support.adapted_models import STACKS, adapted, build, plain_losses, switched
+from tests.support.autoep_models import ds_config, gathered, model, train_engine
+from tests.support.missing_names import without
 from tests.support.pretrained_models import held_out_loss
-from tests.support.slow import WIDE, slow_except
+from tests.support.slow import WIDE
 
-BF16 = {"enabled": True, "recipe": "bf16"}
+BF16 = {"enabled": True, "recipe": "bf16"}  # which is fp32 where the model is
 MXFP8 = {"enabled": True}
 KEPT = {"enabled": True, "frozen_experts": "keep"}  # which runs without MXFP8, too
-LEFT_OUT = {"enabled": True, "exclude": [".*"]}
-SECTIONS = {"BF16": BF16, "LEFT_OUT": LEFT_OUT}
-WEIGHTS = ("w1", "w2", "w3")
+RATE = 0.05  # at which rounding changes no choice of experts
 
 
-def plain_losses(net, steps, ranks, rate=LEARNING_RATE):
-    """Of plain Hugging Face and PEFT on the batches of all ranks: [steps, ranks]."""
-    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=rate, momentum=0.9)
-    losses = []
-    for step in steps:
-        of_ranks = [net(input_ids=ids, labels=ids).loss for ids in (batch(step, rank) for rank in range(ranks))]
-        (sum(of_ranks) / ranks).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append([loss.item() for loss in of_ranks])
-    return losses
+def also(*names: str) -> dict:
+    """Attention and these parameters."""
+    return {"target_modules": ["q_proj"], "target_parameters": list(names)}
 
 
-def beside_peft(section, stage, ep_size, steps=3, bf16=False, checkpointing=False, trained=False, **changes):
-    """`trained`: the experts' weights, too."""
-    dtype = torch.bfloat16 if bf16 else torch.float32
-    extra = {"bf16": {"enabled": True}} if bf16 else {}
-    plain, net = (adapted(dtype=dtype, **changes) for _ in range(2))
-    for name, p in [*plain.named_parameters(), *net.named_parameters()]:
-        p.requires_grad |= trained and ".experts." in name
-    losses = plain_losses(plain, range(steps), dist.get_world_size())
-    engine = build(net, section, stage, ep_size, **extra)
-    if checkpointing:
+EXPERTS = also("experts.gate_up_proj", "experts.down_proj")
+
+
+@dataclass(frozen=True)
+class Case:
+    """How adapters are trained.
+
+    Attributes:
+        targets: arguments of peft.LoraConfig.
+        both: two adapters at once.
+        experts_too: the experts' weights are trained, too.
+    """
+
+    stage: int = 0
+    ep_size: int = 2
+    family: str = "qwen3_moe"
+    targets: dict = field(default_factory=lambda: EXPERTS)
+    rank: int = 4
+    section: dict = field(default_factory=lambda: BF16)
+    both: bool = False
+    experts_too: bool = False
+    checkpointing: bool = False
+
+    @property
+    def has_one_file(self) -> bool:
+        """Whether the file of one adapter has all that was trained."""
+        return not self.both and not self.experts_too
+
+    @property
+    def without_frozen(self) -> bool:
+        """Whether checkpoints leave frozen parameters out."""
+        return self.stage in (0, 3)
+
+    def adapted(self, seed: int = 1) -> torch.nn.Module:
+        net = model(self.family)
+        torch.manual_seed(seed)
+        configs = [peft.LoraConfig(r=rank, lora_alpha=8, init_lora_weights=False, **self.targets)
+                   for rank in (self.rank, 3)]
+        net = peft.get_peft_model(net, configs[0])
+        if self.both:
+            net.add_adapter("other", configs[1])
+            net.base_model.set_adapter(["default", "other"])
+        for name, p in net.named_parameters():
+            p.requires_grad |= self.experts_too and ".experts." in name
+        return net
+
+
+ALL = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}  # experts and routers, or what is shared
+UP = also("experts.up_proj", "experts.down_proj")
+# Ranks by their fixture: on four, two share the experts, and two such pairs share the batches. Mixtral's loss includes
+# the routers' logits. The experts of nemotron_h have no gate, those of qwen3_vl_moe lie below a language model, those
+# of aria are transposed.
+QUICK = {
+    "zero0, one stack": ("ranks2", Case(targets=also("experts.down_proj"), rank=9)),
+    "one router": ("ranks2", Case(family="mixtral", targets=also("layers.1.mlp.gate.weight"))),
+    "shared experts, zero3": ("ranks2", Case(3, family="qwen2_moe", targets=ALL)),
+    "biases": ("ranks2", Case(2, family="gpt_oss", targets={**also("experts.down_proj", "router.weight"),
+                                                            "bias": "all"})),
+    "experts, too": ("ranks2", Case(1, experts_too=True)),
+    "nemotron_h": ("ranks2", Case(3, family="nemotron_h", targets=UP)),
+    "qwen3_vl_moe": ("ranks2", Case(1, family="qwen3_vl_moe", targets=also("experts.gate_up_proj", "gate.weight"))),
+    "aria, both": ("ranks2", Case(3, family="aria", both=True)),
+}
+SLOW = {
+    "four ranks": ("ranks4", Case(2)),
+    "zero1, whole experts": ("ranks2", Case(1, 1)),
+    "zero2": ("ranks2", Case(2)),
+    "zero3, whole experts": ("ranks2", Case(3, 1)),
+    "zero3": ("ranks2", Case(3, targets=ALL)),
+    "mixtral": ("ranks2", Case(1, family="mixtral", targets=ALL)),
+    "deepseek_v3": ("ranks2", Case(1, family="deepseek_v3", targets=ALL)),
+    "gpt_oss, zero3": ("ranks2", Case(3, family="gpt_oss")),
+    "left out": ("ranks2", Case(2, family="gpt_oss", section={"enabled": True, "exclude": [".*"]})),
+    "whole gate": ("ranks2", Case(0, family="qwen2_moe", targets={"target_modules": [
+        "q_proj", "shared_expert.up_proj"], "modules_to_save": ["shared_expert_gate"]})),
+    "recomputed": ("ranks2", Case(3, checkpointing=True)),
+    "nemotron_h, zero1": ("ranks2", Case(1, family="nemotron_h", targets=UP)),
+    "aria, zero1": ("ranks2", Case(1, family="aria", both=True)),
+}
+
+
+def assert_pefts_names(plain: torch.nn.Module, net: torch.nn.Module, engine) -> None:
+    def factors(names) -> list[str]:
+        return [name for name in names if ".lora_" in name]
+
+    wanted = factors(name for name, _ in plain.named_parameters())
+    assert factors(net.state_dict()) == factors(plain.state_dict())
+    assert set(factors(name for name, _ in net.named_parameters())) == set(wanted) == set(
+        factors(engine.param_names.values()))
+    for adapter in plain.peft_config:
+        for function in (peft.utils.get_peft_model_state_dict, peft.utils.save_and_load.get_peft_model_state_dict):
+            assert list(function(net, adapter_name=adapter)) == list(function(plain, adapter_name=adapter))
+
+
+def frozen_weights(net: torch.nn.Module) -> list[torch.Tensor]:
+    return [gathered(p) for name, p in net.named_parameters() if ".experts." in name and "lora_" not in name]
+
+
+def beside_peft(directory, case: Case) -> dict:
+    """Trains three steps in plain PEFT and in an engine, which is saved in each way."""
+    plain, net = case.adapted(), case.adapted()
+    engine = build(net, case.section, case.stage, case.ep_size, RATE, gradient_clipping=0.0)
+    assert_pefts_names(plain, net, engine)
+    if case.checkpointing:
         net.enable_input_require_grads()
         net.gradient_checkpointing_enable({"use_reentrant": False})
-    experts = [p for layer in autoep_layers(net) for name, p in layer.experts.named_parameters() if name in WEIGHTS]
-    before = [gathered(p) for p in experts]
-    ours = train_engine(engine, range(steps))
-    assert all(torch.equal(a, gathered(b)) != trained for a, b in zip(before, experts, strict=True))
-    return [of_ranks[dist.get_rank()] for of_ranks in losses], ours, len(experts)
+    if dist.get_rank() == 0:
+        plain.save_pretrained(directory / "plain", save_embedding_layers=True)
+    expected, before = plain_losses(plain, range(3), RATE), frozen_weights(net)
+    losses = train_engine(engine, range(2))
+    engine.save_checkpoint(directory / "checkpoint", exclude_frozen_parameters=case.without_frozen)
+    losses += train_engine(engine, [2])
+    assert all(torch.equal(a, b) != case.experts_too for a, b in zip(before, frozen_weights(net), strict=True))
+
+    ds_mxfp8_moe.save_pretrained(engine, directory / "ours", save_embedding_layers=True)
+    state = saving.consolidated_state_dict(engine)  # as by accelerator.get_state_dict, and in Trainer checkpoints
+    if dist.get_rank() == 0:
+        net.save_pretrained(directory / "trainer", state_dict=state, save_embedding_layers=True)
+        if case.stage < 3:
+            net.save_pretrained(directory / "own", save_embedding_layers=True)
+    exported = {name: tensor.clone() for name, tensor in ds_mxfp8_moe.export_weights(engine, "model")}
+    found = {"plain": expected, "ours": losses, "exported": exported, "held out": held_out_loss(engine)}
+    dist.barrier()
+    return found | another_engine(directory, case)
 
 
-# On four ranks, two share the experts, and two such pairs share the batches.
-@pytest.mark.parametrize("ranks, stage, ep_size", slow_except(
-    [("ranks4", 2, 2), ("ranks2", 0, 2), ("ranks2", 1, 1), ("ranks2", 2, 2), ("ranks2", 3, 1), ("ranks2", 3, 2)],
-    ("ranks2", 0, 2), ("ranks2", 3, 2)))
-def test_trains_like_plain_peft(request, ranks, stage, ep_size):
-    for plain, ours, frozen in request.getfixturevalue(ranks).run(beside_peft, BF16, stage, ep_size):
-        assert ours == pytest.approx(plain, rel=1e-5) and frozen == 6
+def another_engine(directory, case: Case) -> dict:
+    """The held-out losses of an engine with adapters that PEFT's own functions load; its loss after a checkpoint."""
+    net, loaded = case.adapted(seed=2), []
+    engine = build(net, case.section, case.stage, case.ep_size, RATE, gradient_clipping=0.0)
+    if case.stage < 3 and case.has_one_file:
+        files = peft.load_peft_weights(directory / "ours", device="cpu")
+        for load in (lambda: net.load_adapter(directory / "ours", "default"),
+                     lambda: peft.set_peft_model_state_dict(net, files)):
+            for name, p in net.named_parameters():
+                if ".lora_" in name:
+                    p.data.zero_()
+            assert not load().unexpected_keys
+            loaded.append(held_out_loss(engine))
+        engine.train()
+    engine.load_checkpoint(directory / "checkpoint", load_module_strict=not case.without_frozen)
+    return {"loaded": loaded, "resumed": train_engine(engine, [2])}
 
 
-@pytest.mark.parametrize("section, family", slow_except(
-    [*(("BF16", family) for family in ("mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss")), ("LEFT_OUT", "gpt_oss")],
-    ("BF16", "gpt_oss")))
-def test_every_family_trains_like_plain_peft(ranks2, section, family):
-    for plain, ours, _ in ranks2.run(beside_peft, SECTIONS[section], 2, 2, family=family):
-        assert ours == pytest.approx(plain, rel=1e-5)
+@pytest.mark.parametrize("ranks, case", [*(pytest.param(*case, id=name) for name, case in QUICK.items()),
+                                         *(pytest.param(*case, id=name, marks=WIDE) for name, case in SLOW.items())])
+def test_adapters_train_and_are_saved_like_plain_pefts(request, tmp_path, ranks, case):
+    results = request.getfixturevalue(ranks).run(beside_peft, tmp_path, case)
+    for found in results:
+        assert found["ours"] == pytest.approx(found["plain"], rel=1e-5)
+        assert found["resumed"] == pytest.approx(found["ours"][2:], rel=1e-5)
+        assert found["loaded"] == pytest.approx([found["held out"]] * len(found["loaded"]), abs=1e-5)
+    assert_peft_loads(tmp_path, case, results[0])
 
 
-@pytest.mark.parametrize("stage, ep_size", slow_except([(0, 1), (2, 2), (3, 2)], (2, 2)))
-def test_beside_mxfp8_experts_losses_stay_close(ranks2, stage, ep_size):
-    for plain, ours, _ in ranks2.run(beside_peft, MXFP8, stage, ep_size, steps=6, bf16=True):
+def assert_peft_loads(directory, case: Case, found: dict) -> None:
+    """Each file has PEFT's names and the loss of the engine; merged, it has the exported weights."""
+    wanted = set(load_file(directory / "plain" / "adapter_model.safetensors"))
+    for name in ("ours", "trainer", "own")[:2 if case.stage == 3 else 3]:
+        assert set(load_file(directory / name / "adapter_model.safetensors")) == wanted
+        if not case.has_one_file:
+            continue
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Found missing adapter keys")
+            net = peft.PeftModel.from_pretrained(model(case.family), directory / name)
+        assert held_out_loss(net) == pytest.approx(found["held out"], abs=1e-5)
+    if not case.has_one_file:
+        return
+    assert abs(held_out_loss(model(case.family)) - found["held out"]) > 3e-5  # three times as much as may be lost
+    net.merge_and_unload().save_pretrained(directory / "merged")
+    merged, exported = load_file(directory / "merged" / "model.safetensors"), found["exported"]
+    assert merged.keys() == exported.keys()
+    for name, tensor in merged.items():
+        assert torch.allclose(tensor, exported[name], atol=1e-5), name
+
+
+def in_mxfp8(family: str, stage: int, ep_size: int) -> tuple[list[float], list[float]]:
+    targets = UP if family == "nemotron_h" else EXPERTS
+    plain, net = (Case(family=family, targets=targets).adapted().bfloat16() for _ in range(2))
+    losses = plain_losses(plain, range(6), RATE)
+    engine = build(net, MXFP8, stage, ep_size, RATE, bf16={"enabled": True})
+    assert all("frozen" in block.experts._modules for _, block in expert_blocks(net))
+    return losses, train_engine(engine, range(6))
+
+
+@pytest.mark.parametrize("family, stage, ep_size", [
+    ("nemotron_h", 2, 2), *(pytest.param(*case, marks=WIDE) for case in [
+        ("qwen3_moe", 0, 1), ("qwen3_moe", 3, 2), ("aria", 2, 2)])])
+def test_beside_frozen_mxfp8_experts_losses_stay_close(ranks2, family, stage, ep_size):
+    for plain, ours in ranks2.run(in_mxfp8, family, stage, ep_size):
         assert ours == pytest.approx(plain, rel=0.01)
-
-
-@pytest.mark.parametrize("stage, changes", [
-    (0, {"targets": ["gate_up_proj"]}), (0, {"targets": ["down_proj"], "rank": 9}), (1, {"trained": True}),
-    pytest.param(3, {"checkpointing": True}, marks=WIDE)])
-def test_one_target_any_rank_trained_experts_and_activation_checkpointing(ranks2, stage, changes):
-    for plain, ours, _ in ranks2.run(beside_peft, BF16, stage, 2, **changes):
-        assert ours == pytest.approx(plain, rel=1e-5)
 
 
 def told_of_adapters(family, names) -> str:
@@ -102,82 +236,23 @@ def told_of_adapters(family, names) -> str:
     return told.getvalue()
 
 
-STACKS = {"target_modules": ["q_proj", "gate_up_proj", "down_proj"]}  # names of parameters, of which PEFT says nothing
+OF_PARAMETERS = {"target_modules": ["q_proj", *STACKS]}  # of which PEFT says nothing
 
 
 @pytest.mark.parametrize("family, names, line", [
-    ("mixtral", STACKS, ", experts frozen, no adapters\n"),
-    ("qwen3_moe", STACKS, ", with PEFT's adapters of down_proj\n"),
-    ("qwen3_moe", {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
-     ", with PEFT's adapters of gate_up_proj and down_proj\n")])
+    ("mixtral", OF_PARAMETERS, ", experts frozen, no adapters\n"),
+    ("qwen3_moe", OF_PARAMETERS, ", with PEFT's adapters of down_proj\n"),
+    ("qwen3_moe", EXPERTS, ", with PEFT's adapters of gate_up_proj and down_proj\n")])
 def test_the_start_says_which_experts_adapters_reached(ranks2, family, names, line):
     assert ranks2.run(told_of_adapters, family, names)[0].count(line) == 1  # of both layers
 
 
-# ---------------------------------------------------------------- target_modules="all-linear"
-
-TARGETS = {
-    "all": {"target_modules": "all-linear", "task_type": "CAUSAL_LM"},  # experts and routers, or what is shared
-    "one router": {"target_modules": ["q_proj"], "target_parameters": ["layers.1.mlp.gate.weight"]},
-    "biases": {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj", "router.weight"],
-               "bias": "all"},
-    "whole gate": {"target_modules": ["q_proj", "shared_expert.up_proj"], "modules_to_save": ["shared_expert_gate"]}}
-
-
-def adapted_everywhere(family, targets):
-    net = model(family)
-    torch.manual_seed(1)
-    return peft.get_peft_model(net, peft.LoraConfig(r=4, init_lora_weights=False, **TARGETS[targets]))
-
-
-def everywhere(directory, stage, family, targets):
-    """Losses of plain PEFT and of an engine, the latter's held-out loss, and its exported weights."""
-    plain, net = (adapted_everywhere(family, targets) for _ in range(2))
-    engine = build(net, BF16, stage, rate=0.05, gradient_clipping=0.0)  # rounding changes no choice of experts
-    if dist.get_rank() == 0:
-        plain.save_pretrained(directory / "plain")
-    losses = [of_ranks[dist.get_rank()] for of_ranks in plain_losses(plain, range(3), 2, rate=0.05)]
-    ours = train_engine(engine, range(3))
-    ds_mxfp8_moe.save_pretrained(engine, directory / "ours")
-    state = saving.consolidated_state_dict(engine)  # as by accelerator.get_state_dict, and in Trainer checkpoints
-    if dist.get_rank() == 0:
-        net.save_pretrained(directory / "trainer", state_dict=state)
-        if stage < 3:
-            net.save_pretrained(directory / "own")
-    exported = {name: tensor.clone() for name, tensor in ds_mxfp8_moe.export_weights(engine, weights="model")}
-    ds_mxfp8_moe.convert(engine, {"enabled": False})
-    return losses, ours, held_out_loss(engine), exported
-
-
-# Mixtral's loss includes the routers' logits.
-@pytest.mark.parametrize("stage, family, targets", slow_except(
-    [(3, "qwen3_moe", "all"), (1, "mixtral", "all"), (0, "mixtral", "one router"), (1, "deepseek_v3", "all"),
-     (3, "qwen2_moe", "all"), (0, "qwen2_moe", "whole gate"), (1, "gpt_oss", "biases")],
-    (0, "mixtral", "one router"), (3, "qwen2_moe", "all")))
-def test_routers_and_shared_experts_train_and_are_saved_like_plain_pefts(ranks2, tmp_path, stage, family, targets):
-    results = ranks2.run(everywhere, tmp_path, stage, family, targets)
-    for plain, ours, _, _ in results:
-        assert ours == pytest.approx(plain, rel=1e-5)
-    wanted = set(load_file(tmp_path / "plain" / "adapter_model.safetensors"))
-    assert any(".mlp." in name for name in wanted)
-    for name in ("ours", "trainer", "own")[:2 if stage == 3 else 3]:
-        assert set(load_file(tmp_path / name / "adapter_model.safetensors")) == wanted
-        net = peft.PeftModel.from_pretrained(model(family), tmp_path / name)
-        assert [loss for _, _, loss, _ in results] == pytest.approx([held_out_loss(net)] * 2, abs=1e-5)
-    net.merge_and_unload().save_pretrained(tmp_path / "merged")
-    merged, exported = load_file(tmp_path / "merged" / "model.safetensors"), results[0][-1]
-    assert merged.keys() == exported.keys()
-    for name, tensor in merged.items():
-        if ".experts." not in name:  # those: test_exporting.py
-            assert torch.allclose(tensor, exported[name], atol=1e-5), name
-
-
 def gathered_in_backward(family):
     """How many parameters of the last layer ZeRO-3 has gathered when the backward of the first layer ends."""
-    net = adapted() if family == "qwen3_moe" else model(family)
+    net = model(family) if family == "gpt_oss" else adapted(family)
     engine = build(net, BF16, 3, zero_optimization={"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0,
                                                     "stage3_prefetch_bucket_size": 0})
-    layers, found = autoep_layers(net), []
+    layers, found = [block for _, block in expert_blocks(net)], []
 
     def count(grad):
         found.append(sum(p.shape == p.ds_shape for p in layers[-1].parameters()))
@@ -187,50 +262,18 @@ def gathered_in_backward(family):
     return found
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "aria"])
 def test_a_layers_adapters_and_biases_are_gathered_for_its_own_backward_alone(ranks2, family):
     assert ranks2.run(gathered_in_backward, family) == [[0]] * 2
 
 
-# ---------------------------------------------------------------- saving and loading
-
-
-def saved(directory, stage, ep_size, **changes):
-    net = adapted(**changes)
-    engine = build(net, KEPT, stage, ep_size)
-    train_engine(engine, range(2))
-    ds_mxfp8_moe.save_pretrained(engine, directory / "ours", save_embedding_layers=True)
-    if stage == 3:
-        with pytest.raises(RuntimeError, match="ds_mxfp8_moe.save_pretrained"):
-            net.save_pretrained(directory / "theirs")
-    elif dist.get_rank() == 0:
-        net.save_pretrained(directory / "theirs", save_embedding_layers=True)
-        for module in (peft.utils, peft.utils.save_and_load):
-            assert any(".experts.base_layer.lora_A." in name for name in module.get_peft_model_state_dict(net))
-    ds_mxfp8_moe.convert(engine, {"enabled": False})
-    return held_out_loss(engine)
-
-
-@pytest.mark.parametrize("stage, ep_size, family", slow_except(
-    [(0, 1, "mixtral"), (0, 2, "gpt_oss"), (2, 2, "qwen3_moe"), (3, 2, "qwen3_moe")], (3, 2, "qwen3_moe")))
-def test_plain_peft_loads_the_adapter(ranks2, tmp_path, stage, ep_size, family):
-    losses = ranks2.run(saved, tmp_path, stage, ep_size, family=family)
-    assert abs(held_out_loss(model(family)) - losses[0]) > 1e-3
-    for name in ("ours", "theirs")[:1 if stage == 3 else 2]:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", message="Found missing adapter keys")
-            net = peft.PeftModel.from_pretrained(model(family), tmp_path / name)
-        files = load_file(tmp_path / name / "adapter_model.safetensors")
-        assert {f"base_model.model.{one}.weight" for one in ("model.embed_tokens", "lm_head")} < set(files)
-        assert losses == pytest.approx([held_out_loss(net)] * 2, abs=1e-5)
+# ---------------------------------------------------------------- PEFT's and transformers' own functions
 
 
 def by_transformers(directory, section):
     """Its own add_adapter, in place of a PeftModel."""
     net = model()
-    net.add_adapter(peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj"],
-                                    modules_to_save=["lm_head"],
-                                    target_parameters=["experts.gate_up_proj", "experts.down_proj"]))
+    net.add_adapter(peft.LoraConfig(r=4, init_lora_weights=False, modules_to_save=["lm_head"], **EXPERTS))
     engine = build(net, section)
     train_engine(engine, range(2))
     state = saving.consolidated_state_dict(engine)  # what accelerator.get_state_dict returns
@@ -253,67 +296,39 @@ def test_adapters_added_by_transformers(ranks2, tmp_path, section, difference):
     assert abs(held_out_loss(model()) - held_out_loss(net)) > 1e-3
 
 
-def resumed(directory, stage, exclude):
-    """Losses after a checkpoint: of the engine that goes on, and of another one that loads it."""
-    first = build(adapted(), BF16, stage)
-    train_engine(first, range(2))
-    first.save_checkpoint(directory, exclude_frozen_parameters=exclude)
-    second = build(adapted(seed=2), BF16, stage)
-    second.load_checkpoint(directory, load_module_strict=not exclude)
-    return train_engine(first, [2, 3]), train_engine(second, [2, 3])
-
-
-@pytest.mark.parametrize("stage, exclude", slow_except(
-    [(0, True), (1, False), (2, False), (3, True)], (2, False)))
-def test_training_goes_on_from_a_checkpoint(ranks2, tmp_path, stage, exclude):
-    for went_on, loaded in ranks2.run(resumed, tmp_path, stage, exclude):
-        assert loaded == pytest.approx(went_on, abs=1e-6)
-
-
-# ---------------------------------------------------------------- PEFT's own functions, and what is refused
-
-
-def switched(section):
-    """Held-out losses of plain PEFT and of an engine: with the adapter, without, with another one, with both, and with
-    one that PEFT had merged before."""
+def switched_and_merged() -> list[list[float]]:
+    """Held-out losses of plain PEFT and of an engine, the last one with an adapter that PEFT had merged before."""
     results, targets = [], ["experts.gate_up_proj", "experts.down_proj", "gate.weight"]
-    for sharded in (False, True):
-        net = adapted(targets=targets, prefix="")
-        net.add_adapter("other", peft.LoraConfig(r=5, init_lora_weights=False, target_modules=["q_proj"],
-                                                 target_parameters=targets))
-        torch.manual_seed(3)
-        for name, p in net.named_parameters():
-            if "lora_" in name:
-                torch.nn.init.normal_(p, std=0.1)
-        called = build(net, section) if sharded else net
-        losses = [held_out_loss(called)]
-        with net.disable_adapter():
-            losses.append(held_out_loss(called))
-        net.set_adapter("other")
-        losses.append(held_out_loss(called))
-        net.base_model.set_adapter(["default", "other"])
-        losses.append(held_out_loss(called))
+    for make in (lambda net: net, lambda net: build(net, BF16)):
         merged = adapted(targets=targets, prefix="")
         merged.merge_adapter()
-        losses.append(held_out_loss(build(merged, section) if sharded else merged))
-        results.append(losses)
+        results.append([*switched(adapted(targets=targets, prefix=""), make), held_out_loss(make(merged))])
     return results
 
 
 def test_adapters_are_switched_by_peft(ranks2):
-    for plain, ours in ranks2.run(switched, BF16):
+    for plain, ours in ranks2.run(switched_and_merged):
         assert ours == pytest.approx(plain, abs=1e-4)
         assert len({round(loss, 3) for loss in plain}) == 5
 
 
 def refused():
-    net = adapted()
-    build(net, BF16)
-    assert net.get_model_status().trainable_params > 0 and "gate_up_proj" in repr(net)
-    with pytest.raises(RuntimeError, match="PEFT cannot merge adapters into their weights.*save_pretrained"):
-        net.merge_and_unload()
+    for family in ("qwen3_moe", "aria"):
+        net = adapted(family)
+        build(net, BF16)
+        assert net.get_model_status().trainable_params > 0 and "gate_up_proj" in repr(net)
+        for call in (net.merge_and_unload, net.unload, net.merge_adapter):
+            with pytest.raises(RuntimeError, match="PEFT cannot merge adapters into their weights.*save_pretrained"):
+                call()
     with pytest.raises(ConfigError, match="mlp.experts: an adapter targets gate_up_proj_bias; expert parallelism"):
         build(adapted("gpt_oss", targets=["gate_up_proj", "gate_up_proj_bias"]), BF16)
+    unknown = "cannot take adapters of experts: deepspeed .*gone"
+    with without("LoRA on experts"), pytest.raises(ConfigError, match=unknown):
+        build(adapted("aria"), BF16)
+    for name in ("experts", "mlp"):
+        with pytest.raises(ConfigError, match=f"{name} holds experts, and is in modules_to_save"):
+            build(peft.get_peft_model(model("aria"), peft.LoraConfig(target_modules=["q_proj"],
+                                                                    modules_to_save=[name])), BF16)
     # Nothing is converted, so the model stays PEFT's.
     net = adapted()
     config = {**ds_config(BF16), "expert_parallel": {"enabled": False}}
@@ -323,31 +338,3 @@ def refused():
 
 def test_what_is_refused(ranks2):
     assert ranks2.run(refused) == [True, True]
-
-
-# ---------------------------------------------------------------- frozen experts
-
-
-def frozen_but_for_attention(stage):
-    net = peft.get_peft_model(model(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    engine = build(net, MXFP8, stage)
-    losses = train_engine(engine, [0] * 3)
-    return losses, len(converted_layers(net))
-
-
-@pytest.mark.parametrize("stage", slow_except([1, 2], 1))
-def test_all_experts_may_be_frozen_without_adapters(ranks2, stage):
-    for losses, converted in ranks2.run(frozen_but_for_attention, stage):
-        assert losses[-1] < losses[0] and converted == 2
-
-
-def classic(stage, section):
-    layout = models.Layout(zero=stage, frozen=r".*deepspeed_experts.*", steps=3)
-    return [record["loss"] for record in models.train_steps(models.make_engine(layout, section), layout)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", slow_except([1, 2], 2))
-def test_experts_of_classic_layers_may_be_frozen_too(ranks2, stage):
-    for plain, ours in zip(ranks2.run(classic, 0, models.PLAIN), ranks2.run(classic, stage, BF16), strict=True):
-        assert ours == pytest.approx(plain, abs=1e-5)

@@ -2,7 +2,8 @@
 """A next release of DeepSpeed that lacks private names, or does other things in its functions: training goes on."""
 
 import io
-from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from unittest import mock
 
 import deepspeed
@@ -23,24 +24,25 @@ from tests.support.models import DEFAULT, Layout, make_engine, train_steps
 from tests.support.rank_pool import reset_deepspeed_groups
 
 
-def classic(changes: list, section: dict):
-    """Trains a classic model: (converted layers, whether gradients are batched, losses, what was said)."""
+def trained(of_transformers: bool, change: Callable = nullcontext, section: dict | None = None):
+    """Trains a model, classic or of transformers, after a change: (converted layers, whether gradients are batched,
+    losses, what was said)."""
     said = io.StringIO()
-    with ExitStack() as stack:
-        for change in changes:
-            stack.enter_context(change())
-        stack.enter_context(redirect_stdout(said))
-        reset_deepspeed_groups()
-        layout = Layout(zero=1)
-        engine = make_engine(layout, {**DEFAULT, **section})
-        losses = [record["loss"] for record in train_steps(engine, layout)]
+    reset_deepspeed_groups()
+    with change(), redirect_stdout(said):
+        if of_transformers:
+            engine, *_ = ds_mxfp8_moe.initialize(model=model(), config=ds_config({"enabled": True}, stage=1))
+            losses = train_autoep(engine, range(2))
+        else:
+            engine = make_engine(layout := Layout(zero=1), {**DEFAULT, **(section or {})})
+            losses = [record["loss"] for record in train_steps(engine, layout)]
         found = len(converted_layers(engine.module)), type(engine.optimizer) is not DeepSpeedZeroOptimizer
         engine.destroy()
     return *found, losses, said.getvalue()
 
 
-def classic_without(feature, section):
-    return classic([lambda: without(feature)], section)
+def trained_without(feature, of_transformers=False, section=None):
+    return trained(of_transformers, lambda: without(feature), section)
 
 
 def assert_trained_and_said(result, feature):
@@ -54,31 +56,15 @@ def assert_trained_and_said(result, feature):
     ("steps", {}), ("batch_gradients", {}), ("loading", {}), ("saving", {}), ("own optimizer", {}),
     ("keep_quantized_weights", {"keep_quantized_weights": True}), ("metrics", {"metrics": {"every": 1}})])
 def test_training_goes_on_without_a_feature(ranks2, feature, section):
-    result = ranks2.run(classic_without, feature, section)
+    result = ranks2.run(trained_without, feature, False, section)
     assert_trained_and_said(result, feature)
     layers, batched, *_ = result[0]
     assert layers > 0 and batched is (feature != "batch_gradients")
 
 
-def autoep(change):
-    """Trains a model of transformers: as `classic`."""
-    said = io.StringIO()
-    reset_deepspeed_groups()
-    with change(), redirect_stdout(said):
-        engine, *_ = ds_mxfp8_moe.initialize(model=model(), config=ds_config({"enabled": True}, stage=1))
-        losses = train_autoep(engine, range(2))
-    found = len(converted_layers(engine.module)), type(engine.optimizer) is not DeepSpeedZeroOptimizer
-    engine.destroy()
-    return *found, losses, said.getvalue()
-
-
-def autoep_without(feature):
-    return autoep(lambda: without(feature))
-
-
-@pytest.mark.parametrize("run", [(classic_without, "classic layers", {}), (autoep_without, "stacked experts")])
-def test_layers_run_deepspeeds_own_path_without_their_names(ranks2, run):
-    layers, _, losses, said = ranks2.run(*run)[0]
+@pytest.mark.parametrize("feature", ["classic layers", "stacked experts"])
+def test_layers_run_deepspeeds_own_path_without_their_names(ranks2, feature):
+    layers, _, losses, said = ranks2.run(trained_without, feature, feature == "stacked experts")[0]
     assert layers == 0 and all(abs(loss) < 1e4 for loss in losses)
     assert "DeepSpeedEngine.gone" in said
 
@@ -96,12 +82,8 @@ def other_source():
         private_names._absent.cache_clear()
 
 
-def classic_with_other_source():
-    return classic([other_source], {})
-
-
 def test_gradients_are_deepspeeds_own_where_its_functions_are_not_the_known_ones(ranks2):
-    result = ranks2.run(classic_with_other_source)
+    result = ranks2.run(trained, False, other_source)
     assert_trained_and_said(result, "batch_gradients")
     layers, batched, _, said = result[0]
     assert layers > 0 and not batched and ".DeepSpeedZeroOptimizer" in said and "has another" in said
@@ -114,13 +96,9 @@ def called_0_20():
         yield
 
 
-def classic_called_0_20():
-    return classic([called_0_20], {})
-
-
 def test_a_deepspeed_called_0_20_is_taken_as_it_is(ranks2):
     """The names and the functions decide, not the number."""
-    for layers, batched, _, said in ranks2.run(classic_called_0_20):
+    for layers, batched, _, said in ranks2.run(trained, False, called_0_20):
         assert layers > 0 and batched and "WARNING" not in said
 
 
@@ -130,12 +108,12 @@ def as_in_0_20():
         yield
 
 
-def autoep_as_in_0_20():
-    return autoep(as_in_0_20), autoep(nullcontext)
+def with_and_without_0_20():
+    return trained(True, as_in_0_20), trained(True)
 
 
 def test_spread_experts_train_as_before_with_0_20(ranks2):
-    for rank, (new, known) in enumerate(ranks2.run(autoep_as_in_0_20)):
+    for rank, (new, known) in enumerate(ranks2.run(with_and_without_0_20)):
         assert new[:2] == (2, False) and known[:2] == (2, True) and new[2] == known[2]
         lines = [feature for feature, lost in FEATURES.items() if f"WARNING: {lost}" in new[3]]
         assert lines == ([] if rank else ["batch_gradients"]) and "WARNING" not in known[3]
@@ -153,7 +131,7 @@ def classic_with_a_broken_kernel(runs):
                 mock.patch.object(self_check, "releases", lambda device: {"triton": "3.99"}):
             yield
 
-    return classic([broken], {})
+    return trained(False, broken)
 
 
 @pytest.mark.parametrize("runs, said", [("all", None), ("bf16", "MoE layers run in bf16"),
@@ -174,7 +152,7 @@ def classic_without_the_check():
     with mock.patch.object(attach_module, "has_kernels", lambda device: True), \
             mock.patch.object(attach_module, "build_executor", lambda model: None), \
             mock.patch.object(attach_module, "check", lambda kind, device: asked.append(kind)):
-        classic([], {"self_check": False})
+        trained(False, section={"self_check": False})
     return asked
 
 

@@ -30,14 +30,7 @@ from tests.support.refusing_memory import Refusing
 from tests.support.slow import slow_except
 
 SPARE_SECONDS = 15  # for a busy machine
-REASON = emulator.obstacle()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=f"the emulator needs nvcc: {REASON}")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def built():
-    """Builds the emulator once, before ranks load it while a deadline runs."""
-    emulator.build()
+pytestmark = pytest.mark.usefixtures("emulated")
 
 
 SMALL = Problem(tokens=(40, 40), row_format=MX32)

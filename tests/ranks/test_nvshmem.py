@@ -83,9 +83,8 @@ def outgrown() -> tuple:
     return rows[:, 0].tolist(), between.sent_bytes, out.getvalue()
 
 
-@pytest.mark.skipif(emulator.obstacle() is not None, reason=str(emulator.obstacle()))
+@pytest.mark.usefixtures("emulated")
 def test_a_heap_that_is_too_small_later_hands_over_to_the_host(ranks4):
-    emulator.build()
     answers = ranks4.run(outgrown)
     assert [rows for rows, _, _ in answers] == [[0.0, 2.0], [1.0, 3.0]] * 2
     assert all(sent == 2 * 4 * (3 << 20) for _, sent, _ in answers)

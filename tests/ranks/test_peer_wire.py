@@ -24,14 +24,7 @@ from tests.support.rank_pool import KEPT_GROUPS, set_timeout
 from tests.support.slow import slow_except
 
 DEADLINE = timedelta(seconds=4)  # kernels wait for nine sixteenths of it
-REASON = emulator.obstacle()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=f"the emulator needs nvcc: {REASON}")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def built():
-    """Builds the emulator once, before ranks load it while a deadline runs."""
-    emulator.build()
+pytestmark = pytest.mark.usefixtures("emulated")
 
 
 @cache

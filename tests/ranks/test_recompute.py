@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import ds_mxfp8_moe
-from tests.support.autoep_models import ds_config, model
+from tests.support.adapted_models import build, plain_losses
+from tests.support.autoep_models import model
 from tests.support.checkpointed_net import WAYS, CheckpointedNet
 from tests.support.models import (
     BF16,
@@ -244,22 +245,15 @@ def packed(step, rank):
 
 def packed_losses(stage):
     """Of one process and of an engine that recomputes."""
-    plain, net, losses, ours = model("mixtral"), model("mixtral"), [], []
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    net, ours = model("mixtral"), []
     net.gradient_checkpointing_enable({"use_reentrant": False})
-    config = ds_config(BF16, stage, 2, optimizer={"type": "SGD", "params": {"lr": 0.1}}, gradient_clipping=0.0)
-    engine = ds_mxfp8_moe.initialize(model=net, config=config)[0]
+    engine = build(net, BF16, stage, rate=0.1, gradient_clipping=0.0)
     for step in range(len(PACKED)):
-        of_ranks = [plain(**packed(step, rank)).loss for rank in range(2)]
-        (sum(of_ranks) / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(of_ranks[dist.get_rank()].item())
         loss = engine(**packed(step, dist.get_rank())).loss
         engine.backward(loss)
         engine.step()
         ours.append(loss.item())
-    return losses, ours
+    return plain_losses(model("mixtral"), range(len(PACKED)), 0.1, packed), ours
 
 
 @pytest.mark.parametrize("stage", slow_except([2, 3], 3))

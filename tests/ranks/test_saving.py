@@ -21,35 +21,12 @@ from ds_mxfp8_moe.checkpoint.saving import MARK
 from tests.support.autoep_models import batch, ds_config, model, train_engine
 from tests.support.models import Layout, Net, make_engine, train_steps
 from tests.support.pretrained_models import build, held_out_loss, loaded
-from tests.support.saved_models import LORA, PATTERN, loss_of, write_config
-from tests.support.slow import slow_except
+from tests.support.saved_models import LORA, PATTERN, loss_of
 
 
 def disk_is_full(state, path, metadata=None) -> None:
     Path(path).write_text("cut")
     raise OSError(28, "No space left on device")
-
-
-def same_loss(losses, directory) -> bool:
-    return losses == pytest.approx([held_out_loss(loaded(directory))] * len(losses), abs=1e-3)
-
-
-def saved_16bit(directory, stage, ep_size):
-    engine = build("qwen3_moe", {"enabled": True}, stage, ep_size)
-    train_engine(engine, range(2))
-    assert engine.save_16bit_model(directory)
-    assert "model.layers.0.mlp.experts.w1" in engine.module_state_dict()  # checkpoints keep AutoEP's names
-    write_config(engine.module, directory)
-    with pytest.MonkeyPatch.context() as patch:  # the file stays whole
-        patch.setattr(engine.checkpoint_engine, "save", disk_is_full)
-        with pytest.raises(RuntimeError, match="be saved to .*: rank 0 raised OSError: .* No space left on device"):
-            engine.save_16bit_model(directory)
-    return loss_of(engine)
-
-
-@pytest.mark.parametrize("stage, ep_size", slow_except([(0, 2), (1, 1), (2, 2), (3, 2)], (2, 2), (3, 2)))
-def test_save_16bit_model(ranks2, tmp_path, stage, ep_size):
-    assert same_loss(ranks2.run(saved_16bit, tmp_path, stage, ep_size), tmp_path)
 
 
 def saved_by_the_model(directory, stage, ep_size):
@@ -72,7 +49,8 @@ def saved_by_the_model(directory, stage, ep_size):
 
 
 def test_the_models_own_save_pretrained(ranks2, tmp_path):
-    assert same_loss(ranks2.run(saved_by_the_model, tmp_path, 1, 1), tmp_path)
+    losses = ranks2.run(saved_by_the_model, tmp_path, 1, 1)
+    assert losses == pytest.approx([held_out_loss(loaded(tmp_path))] * 2, abs=1e-3)
 
 
 @pytest.mark.parametrize("stage, ep_size", [(1, 2), (3, 1)])
@@ -209,6 +187,11 @@ def gathered_again(directory):
         call()
         gc.collect()  # an iterator that was not iterated to its end
         counts.append(sum(p.shape == p.ds_shape for p in kept))
+    assert "model.layers.0.mlp.experts.w1" in engine.module_state_dict()  # checkpoints keep the engine's names
+    with pytest.MonkeyPatch.context() as patch:  # the file stays whole
+        patch.setattr(engine.checkpoint_engine, "save", disk_is_full)
+        with pytest.raises(RuntimeError, match="be saved to .*: rank 0 raised OSError: .* No space left on device"):
+            engine.save_16bit_model(directory)
     return len(kept), counts
 
 
@@ -218,12 +201,10 @@ def test_parameters_that_zero3_keeps_whole_are_whole_after_each_call(ranks2, tmp
 
 
 def adapters(directory, stage):
+    """What does not save adapters says what does. Their files: test_lora.py."""
     net = peft.get_peft_model(model("qwen3_moe"), LORA)
-    optimizer = {"type": "SGD", "params": {"lr": 2.0, "momentum": 0.9}}
     section = {"enabled": True, "frozen_experts": "keep"}  # those in MXFP8: test_frozen_experts.py
-    engine = ds_mxfp8_moe.initialize(model=net, config=ds_config(section, stage, 2, PATTERN, optimizer=optimizer))[0]
-    train_engine(engine, range(5))
-    save_pretrained(engine, directory / "whole")
+    engine = ds_mxfp8_moe.initialize(model=net, config=ds_config(section, stage, 2, PATTERN))[0]
     state = engine._zero3_consolidated_16bit_state_dict()  # what accelerator.get_state_dict returns
     with pytest.raises(RuntimeError, match="cannot save itself"):
         net.get_base_model().save_pretrained(directory / "base")
@@ -236,18 +217,10 @@ def adapters(directory, stage):
             net.save_pretrained(directory / "own")
         with pytest.raises(RuntimeError, match="frozen expert .*exclude_frozen_parameters.*ds_mxfp8_moe.save_pretr"):
             engine.save_checkpoint(str(directory))
-    if dist.get_rank() == 0:
-        net.save_pretrained(directory / "own", **({"state_dict": state} if stage == 3 else {}))
-        names = [name.removeprefix("base_model.model.") for name in state if "lora" not in name]
-        missing = set(model("qwen3_moe").state_dict()) - {name.replace(".base_layer", "") for name in names}
-        assert not missing
-    return loss_of(engine)
+    names = {name.removeprefix("base_model.model.").replace(".base_layer", "") for name in state or ()}
+    return dist.get_rank() > 0 or set(model("qwen3_moe").state_dict()) <= names
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_adapters(ranks2, tmp_path, stage):
-    losses = ranks2.run(adapters, tmp_path, stage)
-    for name in ("whole", "own"):
-        net = peft.PeftModel.from_pretrained(model("qwen3_moe"), tmp_path / name)
-        assert losses == pytest.approx([held_out_loss(net)] * 2, abs=1e-3)
-    assert losses[0] != pytest.approx(held_out_loss(model("qwen3_moe")), abs=1e-3)
+def test_calls_that_write_no_adapters_name_the_one_that_does(ranks2, tmp_path, stage):
+    assert ranks2.run(adapters, tmp_path, stage) == [True, True]

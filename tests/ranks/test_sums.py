@@ -29,19 +29,36 @@ def assert_same_bits_and_answers(results, answers_of_micro_batches, mixed=0):
         assert found == mixed
 
 
-@pytest.mark.parametrize("stage, micro, family", slow_except(
-    [(stage, micro, family) for stage in (1, 2) for micro in (1, 3) for family in ("qwen3_moe", "gpt_oss")],
-    (1, 3, "qwen3_moe"), (2, 3, "gpt_oss")))
-def test_gradients_go_to_the_sums(ranks2, stage, micro, family):
-    usual = [[None] * WEIGHTS]  # ZeRO-1 begins the sum of a single micro-batch later
-    wanted = usual if (stage, micro) == (1, 1) else expected(micro)
-    assert_same_bits_and_answers(ranks2.run(both, stage, 2, micro, family=family), wanted)
-
-
-# Two micro-batches. Weights with gradients from elsewhere go the usual way, after the first pass or from the start.
+USUAL = [[None] * WEIGHTS]  # ZeRO-1 begins the sum of a single micro-batch later
 TWO = expected(2)
+FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+OVERLAP = {"zero_optimization": {"overlap_comm": True}}
+# Stage, ep_size, micro-batches; what else `trained` takes; and the answers.
+CASES = {
+    **{f"{family}, zero{stage}, {micro} micro-batches":
+       ((stage, 2, micro), {"family": family}, USUAL if (stage, micro) == (1, 1) else expected(micro))
+       for stage in (1, 2) for micro in (1, 3) for family in ("qwen3_moe", "gpt_oss")},
+    **{f"zero{stage}, recomputed, {'' if reentrant else 'not '}reentrant":
+       ((stage, 2, 2), {"checkpointing": reentrant}, TWO) for stage in (1, 2) for reentrant in (True, False)},
+    "one weight frozen": ((2, 2, 2), {"frozen": r".*0\.mlp\.experts\.gate_up_proj"}, expected(2, 4)),
+    "experts frozen": ((2, 2, 2), {"frozen": ".*experts.*"}, expected(2, 0)),
+    "zero1, overlapped": ((1, 2, 2), {"config": OVERLAP}, TWO),
+    "zero2, overlapped": ((2, 2, 2), {"config": OVERLAP}, TWO),
+    # The usual way: of experts that several ranks have, and of sums in another dtype.
+    "experts on every rank": ((2, 1, 2), {}, USUAL * 2),
+    "float32 sums": ((2, 2, 2), {"config": FP32_SUMS}, USUAL * 2),
+}
 
 
+@pytest.mark.parametrize("name", slow_except(
+    CASES, "qwen3_moe, zero1, 3 micro-batches", "gpt_oss, zero2, 3 micro-batches", "one weight frozen",
+    "zero2, recomputed, not reentrant", "zero1, overlapped", "experts on every rank", "float32 sums"))
+def test_gradients_go_to_the_sums(ranks2, name):
+    args, keys, answers = CASES[name]
+    assert_same_bits_and_answers(ranks2.run(both, *args, **keys), answers)
+
+
+# Weights with gradients from elsewhere go the usual way, after the first pass or from the start.
 @pytest.mark.parametrize("stage, loss", slow_except(
     [(stage, loss) for stage in (1, 2) for loss in ("decayed", "twice", "with_gradients_of_inputs")],
     (1, "twice"), (2, "with_gradients_of_inputs")))
@@ -80,35 +97,8 @@ def test_hooks_of_users_see_the_gradient_of_one_pass(ranks2, stage):
                                                                 ["None"] * 2 + ["True"] * 4] * STEPS
 
 
-@pytest.mark.parametrize("stage, reentrant", slow_except([(stage, way) for stage in (1, 2) for way in (True, False)],
-                                                         (2, False)))
-def test_activation_checkpointing(ranks2, stage, reentrant):
-    assert_same_bits_and_answers(ranks2.run(both, stage, 2, 2, checkpointing=reentrant), TWO)
-
-
-@pytest.mark.parametrize("frozen, weights", slow_except(
-    [(r".*0\.mlp\.experts\.gate_up_proj", 4), (".*experts.*", 0)], (r".*0\.mlp\.experts\.gate_up_proj", 4)))
-def test_frozen_weights(ranks2, frozen, weights):
-    assert_same_bits_and_answers(ranks2.run(both, 2, 2, 2, frozen=frozen), expected(2, weights))
-
-
-OVERLAP = {"zero_optimization": {"overlap_comm": True}}
-
-
-@pytest.mark.parametrize("stage", slow_except([1, 2], 1))
-def test_overlapped_communication(ranks2, stage):
-    assert_same_bits_and_answers(ranks2.run(both, stage, 2, 2, config=OVERLAP), TWO)
-
-
-@pytest.mark.parametrize("ep_size, config", [(1, {}), (2, {"data_types": {"grad_accum_dtype": "fp32"}})],
-                         ids=["shared-experts", "float32-sums"])
-def test_the_usual_way(ranks2, ep_size, config):
-    """Of experts that several ranks have, and of sums in another dtype."""
-    assert_same_bits_and_answers(ranks2.run(both, 2, ep_size, 2, config=config), [[None] * WEIGHTS] * 2)
-
-
 def several_passes(stage, way, config):
-    """Two backward passes before each step, in the ways of test_zero.py."""
+    """Two backward passes before each step."""
     results = []
     for batched in (False, True):
         reset_deepspeed_groups()
@@ -127,12 +117,16 @@ def several_passes(stage, way, config):
     return results
 
 
-@pytest.mark.parametrize("stage, way, name", slow_except(
+UNMANAGED = {"managed_gradient_accumulation": False, "gradient_accumulation_steps": 2}
+CONFIGS = {"managed": {}, "float32": FP32_SUMS, "unmanaged": UNMANAGED, "unmanaged float32": UNMANAGED | FP32_SUMS}
+
+
+@pytest.mark.parametrize("stage, way, config", slow_except(
     [(1, each_backward, "managed"), (1, no_sync, "managed"), (2, coalesced, "managed"), (1, coalesced, "managed"),
-     (1, each_backward, "unmanaged"), (2, each_backward, "unmanaged")], (1, no_sync, "managed")))
-def test_several_backward_passes_before_a_step(ranks2, stage, way, name):
-    config = {} if name == "managed" else {"managed_gradient_accumulation": False, "gradient_accumulation_steps": 2}
-    assert_same_bits_as_deepspeed(ranks2.run(several_passes, stage, way, config))
+     (2, each_backward, "float32"), (1, each_backward, "unmanaged"), (2, each_backward, "unmanaged"),
+     (2, each_backward, "unmanaged float32")], (1, no_sync, "managed"), (2, coalesced, "managed")))
+def test_several_backward_passes_before_a_step(ranks2, stage, way, config):
+    assert_same_bits_as_deepspeed(ranks2.run(several_passes, stage, way, CONFIGS[config]))
 
 
 def interrupted(what, stage=1):

@@ -29,8 +29,8 @@ from tests.support.models import (
     train_steps,
 )
 from tests.support.rank_pool import reset_deepspeed_groups
-from tests.support.slow import WIDE, slow_except
-from tests.support.zero_cases import assert_same_bits_as_deepspeed, coalesced, each_backward, no_sync, poison
+from tests.support.slow import slow_except
+from tests.support.zero_cases import assert_same_bits_as_deepspeed, poison
 
 CLIPPED = {**ADAM, "gradient_clipping": 0.1}
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
@@ -60,6 +60,7 @@ LAYOUTS = {
         **zero_config(round_robin_gradients=True, parameter_alignment=True), **THREE_BATCHES}),
     "pipeline": Layout(ep_size=1, stages=2, zero=1, dtype="bf16", config={**CLIPPED, **THREE_BATCHES}),
     "tensor-parallel": Layout(tensor_parallel=2, zero=1, config=CLIPPED),
+    "four-ranks": Layout(ep_size=2, zero=2, dtype="bf16", config={**CLIPPED, **THREE_BATCHES}),
     "no-overflow-check": Layout(zero=1, dtype="bf16", config={**CLIPPED, "bf16": {"check_grad_overflow": False}}),
 }
 
@@ -98,8 +99,9 @@ def both(function, *args, at_once=zero.AT_ONCE):
 
 @pytest.mark.parametrize("name", slow_except(
     LAYOUTS, "zero1-bf16", "zero2-bf16-three-batches", "buckets-smaller-than-a-weight"))
-def test_trainings_are_deepspeeds_bit_for_bit(ranks2, name):
-    results = ranks2.run(both, trained, LAYOUTS[name])
+def test_trainings_are_deepspeeds_bit_for_bit(request, name):
+    ranks = request.getfixturevalue("ranks4" if name == "four-ranks" else "ranks2")
+    results = ranks.run(both, trained, LAYOUTS[name])
     assert_same_bits_as_deepspeed(results)
     assert all(record["norm"] > 0.1 for (records, *_), _ in results for record in records)  # so clipping acts
 
@@ -108,13 +110,6 @@ def test_trainings_are_deepspeeds_bit_for_bit(ranks2, name):
     ["zero2-bf16-fp32-accumulation", "experts-on-every-rank"], "zero2-bf16-fp32-accumulation"))
 def test_in_portions(ranks2, name):
     assert_same_bits_as_deepspeed(ranks2.run(both, trained, LAYOUTS[name], at_once=15_000))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", slow_except([1, 2], 2))
-def test_four_ranks_of_which_two_share_experts(ranks4, stage):
-    layout = Layout(ep_size=2, zero=stage, dtype="bf16", config={**CLIPPED, **THREE_BATCHES})
-    assert_same_bits_as_deepspeed(ranks4.run(both, trained, layout))
 
 
 @pytest.mark.parametrize("name", slow_except(["zero1-bf16", "zero2-bf16-fp32-accumulation"], "zero1-bf16"))
@@ -216,35 +211,6 @@ def test_hooks_and_gradients_that_users_see(ranks2, name):
     for plain, own in ranks2.run(both, touched, layout):
         assert len(plain) == len(own) > 100
         assert [i for i, (a, b) in enumerate(zip(plain, own, strict=True)) if not torch.equal(a, b)] == []
-
-
-def two_backward_passes(batched, layout, way):
-    with engine_of(layout, batched) as engine:
-        for step in range(2):
-            with way(engine):
-                engine.backward(engine(*batch(2 * step, layout, torch.distributed.get_rank())))
-                if way is coalesced:
-                    engine.backward(engine(*batch(2 * step + 1, layout, torch.distributed.get_rank())))
-            if way is not coalesced:
-                engine.backward(engine(*batch(2 * step + 1, layout, torch.distributed.get_rank())))
-            engine.step()
-        return [], parameters(engine), state(engine)
-
-
-UNMANAGED = {**ADAM, **THREE_BATCHES, "managed_gradient_accumulation": False}
-
-
-SLOW = WIDE
-
-
-@pytest.mark.parametrize("stage, config, way", [
-    (1, ADAM, each_backward), pytest.param(2, {**ADAM, **FP32_SUMS}, each_backward, marks=SLOW),
-    pytest.param(1, UNMANAGED, each_backward, marks=SLOW), pytest.param(2, UNMANAGED, each_backward, marks=SLOW),
-    pytest.param(2, {**UNMANAGED, **FP32_SUMS}, each_backward, marks=SLOW), (1, ADAM, no_sync),
-    pytest.param(1, ADAM, coalesced, marks=SLOW), (2, ADAM, coalesced)])
-def test_two_backward_passes_before_a_step(ranks2, stage, config, way):
-    layout = Layout(zero=stage, dtype="bf16", config=config)
-    assert_same_bits_as_deepspeed(ranks2.run(both, two_backward_passes, layout, way))
 
 
 class Calls(TorchDispatchMode):

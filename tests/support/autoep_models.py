@@ -13,6 +13,8 @@ from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 import ds_mxfp8_moe
 from ds_mxfp8_moe.layers.classic import MXFP8MOELayer
 from ds_mxfp8_moe.layers.experts import converted_layers
+from small_models import small_model
+from tests.support.invented_moe import InventedConfig, InventedModel
 
 VOCABULARY = 128
 _COMMON = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -42,8 +44,13 @@ FAMILIES = {
 
 
 def model(family: str = "qwen3_moe", dtype: torch.dtype = torch.float32, seed: int = 0, **changes):
-    """A model of 2 layers, hidden 64, 8 experts of FFN size 64; the same weights on every rank."""
+    """A model of 2 layers, hidden 64, 8 experts of FFN size 64; the same weights on every rank. `family`: of FAMILIES,
+    "invented_moe", or any type of `small_model`."""
     torch.manual_seed(seed)
+    if family == "invented_moe":
+        return InventedModel._from_config(InventedConfig(), dtype=dtype).train()
+    if family not in FAMILIES:
+        return small_model(family, dtype, **changes)
     config = FAMILIES[family]()
     for key, value in changes.items():
         setattr(config, key, value)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trainings of transformers' models with spread experts, compared weight by weight with plain data parallelism."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -11,8 +13,10 @@ PLAIN = None  # transformers' own experts
 BF16 = {"enabled": True, "recipe": "bf16"}  # in float32 models, this is float32
 
 
-def trained(built, steps: int = 2, one_batch: bool = False) -> tuple[list[float], dict[str, torch.Tensor], int]:
-    """Losses, by how much each weight of the whole model has moved, and how many layers are ours."""
+def trained(built, steps: int = 2, one_batch: bool = False, use: Callable = lambda built: None) -> tuple[
+        list[float], dict[str, torch.Tensor], int]:
+    """Losses, by how much each weight of the whole model has moved, and how many layers are ours. `use`: what is done
+    with the engine before its end."""
     before, losses = weights(built), []
     for step in range(steps):
         for micro in range(built.gradient_accumulation_steps()):
@@ -24,6 +28,7 @@ def trained(built, steps: int = 2, one_batch: bool = False) -> tuple[list[float]
     if built.zero_optimization_stage() == 3:  # nothing stays gathered: backward had to gather the experts again
         assert not any(p.numel() for layer in autoep_layers(built.module) for p in layer.experts.parameters())
     result = losses, {name: value - before[name] for name, value in weights(built).items()}, converted(built)
+    use(built)
     built.destroy()
     return result
 

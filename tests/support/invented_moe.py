@@ -44,8 +44,9 @@ class InventedExperts(nn.Module):
         for expert in range(self.num_experts):
             token, choice = torch.where(top_k_index == expert)
             inner = self._apply_gate(F.linear(hidden_states[token], self.gate_up_proj[expert]))
-            y = F.linear(inner, self.down_proj[expert]) * top_k_weights[token, choice, None]
-            out.index_add_(0, token, y.to(out.dtype))
+            y = F.linear(inner, self.down_proj[expert])
+            y = self.post_expert_norm(y) if hasattr(self, "post_expert_norm") else y
+            out.index_add_(0, token, (y * top_k_weights[token, choice, None]).to(out.dtype))
         return out
 
 
@@ -89,10 +90,12 @@ class InventedModel(PreTrainedModel):
             for parameter in module.parameters(recurse=False):
                 nn.init.normal_(parameter, std=0.1)
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> SimpleNamespace:
         x = self.embed(input_ids)
         for norm, block in zip(self.norms, self.blocks, strict=True):
             x = x + block(norm(x))
         logits = self.head(x)
+        if labels is None:
+            return SimpleNamespace(logits=logits)
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
         return SimpleNamespace(loss=loss, logits=logits)

@@ -24,7 +24,13 @@ def held_out_loss(net) -> float:
         return net(input_ids=ids, labels=ids).loss.item()
 
 
-def loaded(directory, dtype=torch.float32):
-    net, info = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, output_loading_info=True)
+def held_out_logits(net) -> torch.Tensor:
+    net.eval()
+    with torch.no_grad():
+        return net(input_ids=batch(HELD_OUT, rank=0)).logits.float()
+
+
+def loaded(directory, dtype=torch.float32, model_class=None):
+    net, info = (model_class or AutoModelForCausalLM).from_pretrained(directory, dtype=dtype, output_loading_info=True)
     assert not any(info.values()), info
     return net

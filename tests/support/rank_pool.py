@@ -24,6 +24,7 @@ import socket
 import sys
 import time
 import traceback
+from multiprocessing import connection
 from pathlib import Path
 from weakref import WeakSet
 
@@ -250,17 +251,17 @@ class RankPool:
         deadline = time.monotonic() + seconds
         waiting = set(range(self.world_size))
         # Once a rank has failed its peers may be stuck in a collective: give them a short grace, then stop them.
-        while waiting and time.monotonic() < deadline:
-            for rank in sorted(waiting):
-                if self._conns[rank].poll(0.02):
-                    try:
-                        ok, value = _load(self._conns[rank].recv_bytes())
-                    except EOFError:
-                        ok, value = False, f"the process of rank {rank} ended"
-                    (results if ok else errors)[rank] = value
-                    waiting.discard(rank)
-                    if not ok:
-                        deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for conn in connection.wait([self._conns[rank] for rank in waiting], left):
+                rank = self._conns.index(conn)
+                try:
+                    ok, value = _load(conn.recv_bytes())
+                except EOFError:
+                    ok, value = False, f"the process of rank {rank} ended"
+                (results if ok else errors)[rank] = value
+                waiting.discard(rank)
+                if not ok:
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         if waiting or errors:
             for rank in waiting:  # which print where each of their threads stands
                 os.kill(self._procs[rank].pid, signal.SIGUSR1)

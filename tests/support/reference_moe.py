@@ -60,7 +60,7 @@ def _weight(w, recipe, transposed):
     return _cast(w.t(), recipe).t() if transposed else _cast(w, recipe)
 
 
-def reference(formula, recipe, experts, tokens, routes, grads, ranks, rescales_rows=False, node_size=1):
+def reference(formula, recipe, experts, tokens, routes, grads, ranks, rescales_rows=False):
     """Output and all gradients of a MoE layer over `ranks` ranks.
 
     Args:
@@ -69,7 +69,6 @@ def reference(formula, recipe, experts, tokens, routes, grads, ranks, rescales_r
         routes: per rank (expert_TK, weight_TK).
         rescales_rows: weight gradients in MXFP8 read rows in the form that the other GEMMs read, with one scale for
             128 of them and 128 columns (Hopper, blocks of 128).
-        node_size: what travels back is the sum of this many ranks.
 
     Returns:
         dict: "y", "x", "weight" lists per rank; "experts" list of dicts role -> gradient. All float32.
@@ -114,7 +113,7 @@ def reference(formula, recipe, experts, tokens, routes, grads, ranks, rescales_r
                     x_part[r][e // local][t] += dx[i]
                     weight_grad[r][t, k] = dw[i]
     def came_back(parts, kind):
-        return rnd(sum(wire(sum(parts[i:i + node_size]), kind) for i in range(0, ranks, node_size)))
+        return rnd(sum(wire(part, kind) for part in parts))
 
     return {
         "y": [came_back(parts, recipe.combine_fwd) for parts in y_part],

@@ -14,6 +14,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -53,6 +54,7 @@ def obstacle() -> str | None:
     return EmulatorBuilder(NVLINK)._obstacle()
 
 
+@cache
 def build() -> ModuleType:
     """The extension's module for the emulator. Compiles its sources if they are not built yet."""
     with tempfile.TemporaryDirectory() as folder:
@@ -60,6 +62,7 @@ def build() -> ModuleType:
         return EmulatorBuilder(Path(folder)).jit_load()
 
 
+@cache
 def build_nvshmem() -> ModuleType:
     """The extension of ops/csrc/nvshmem for the emulator, with NVSHMEM as in the folder nvshmem here."""
     with tempfile.TemporaryDirectory() as folder:
