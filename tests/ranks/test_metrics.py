@@ -138,7 +138,7 @@ def not_finite(stage: int, where: str) -> tuple[list[str], int]:
         train_engine(net, range(1, 5))
         assert net.skipped_steps == (4 if where else 0)
     ours = [hook for module in net.module.modules() for hook in module._forward_hooks.values()
-            if getattr(hook, "func", hook).__module__ == "ds_mxfp8_moe.not_finite"]
+            if getattr(hook, "func", hook).__module__ == "ds_mxfp8_moe.engine.not_finite"]
     return [line for line in told.getvalue().splitlines() if "NaN" in line], len(ours)
 
 
