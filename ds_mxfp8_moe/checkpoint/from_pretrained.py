@@ -26,7 +26,7 @@ from ..compute.mx import MXTensor
 from ..config import ConfigError, parse, read_ds_config, shown
 from ..ffn.frozen_weights import FrozenWeights
 from ..layers.held_experts import HeldExperts, holds_experts, read_before, say_rounding
-from ..recognition.stacked import Layout, stacked_experts
+from ..recognition.stacked import Layout, is_stacked
 from ..transport.agreement import check_same_arguments
 from ..transport.deadline import failure_in_world
 
@@ -178,7 +178,7 @@ class _Loader:
         return result
 
     def _find_experts(self, model: nn.Module) -> dict[str, nn.Module]:
-        found = dict(stacked_experts(model))
+        found = {name: module for name, module in model.named_modules() if is_stacked(module)}
         if not found:
             raise ConfigError(f"a {type(model).__name__} has no stacked experts, which this function holds in MXFP8: "
                               "use transformers' from_pretrained")

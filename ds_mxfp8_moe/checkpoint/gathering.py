@@ -21,9 +21,9 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ..layers.adapters import base_prefix, is_peft
 from ..layers.experts import ExpertBlock, expert_blocks
-from ..layers.frozen_experts import SPREAD_NAMES, frozen_layers, frozen_of
+from ..layers.frozen_experts import frozen_layers, frozen_of
 from ..ops.log import log_on_rank_0
-from ..recognition.stacked import DOWN
+from ..recognition.stacked import DOWN, SPREAD_NAMES
 from ..transport.deadline import deadline_for, ranks_of
 
 CLASSIC_EXPERT = re.compile(r"(?P<layer>.+)\.experts\.deepspeed_experts\.(?P<index>\d+)\.(?P<rest>.+)")
@@ -227,7 +227,7 @@ def _stacks(block: ExpertBlock, weights: list[torch.Tensor | None]) -> Iterator[
     if w1 is not None:
         yield layout.up, layout.join_up(w1, w3)
     if w2 is not None:
-        yield DOWN, layout.join_down(w2)
+        yield DOWN, layout.split_down(w2).contiguous()
 
 
 def classic_layers(model: torch.nn.Module) -> dict[str, MOELayer]:

@@ -30,7 +30,8 @@ from ..compat.patches import wrap
 from ..compat.private_names import say_if_missing
 from ..layers.adapters import has_adapters, is_peft, saves_adapters
 from ..layers.experts import expert_blocks
-from ..layers.frozen_experts import SPREAD_NAMES, frozen_layers
+from ..layers.frozen_experts import frozen_layers
+from ..recognition.stacked import SPREAD_NAMES
 from ..transport.agreement import check_same_arguments
 from ..transport.deadline import tell_peers_on_error
 from ..transport.rank_0 import RankZeroWrites

@@ -24,7 +24,7 @@ from ..compute.crossover import min_tokens_per_expert
 from ..compute.formula import Activation, ExpertFormula, ExpertWeights, NotRecognised
 from ..config import ConfigError, MXFP8MoEConfig, Recipe, current_device, resolve
 from ..ffn.expert_math import unquantized
-from ..layers.adapters import adapted_parts
+from ..layers.adapters import outermost_wrapper, wrappers_of
 from ..layers.classic import MXFP8MOELayer
 from ..layers.experts import ExpertBlock, MXFP8Experts
 from ..layers.frozen_experts import frozen_layers, frozen_of
@@ -232,7 +232,7 @@ def _placement(layer: torch.nn.Module) -> str:
 
 def _trained(layer: torch.nn.Module) -> str:
     """What of the experts is trained, if it is not their weights alone."""
-    if parts := adapted_parts(layer):
+    if parts := [one.parameter_name for one in reversed(wrappers_of(outermost_wrapper(layer)))]:
         return f", with PEFT's adapters of {', '.join([*parts[:-2], ' and '.join(parts[-2:])])}"
     return "" if any(p.requires_grad for p in layer.experts.parameters()) else ", experts frozen, no adapters"
 

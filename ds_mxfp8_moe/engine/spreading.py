@@ -32,10 +32,10 @@ from ..config import ConfigError, MXFP8MoEConfig
 from ..ffn.frozen_weights import FrozenWeights
 from ..layers.adapters import check_adapters, register_factors, take_wrappers, unwrapped
 from ..layers.experts import expert_blocks, spread
-from ..layers.frozen_experts import SPREAD_NAMES, free, wants_mxfp8
+from ..layers.frozen_experts import wants_mxfp8
 from ..layers.held_experts import HeldExperts
 from ..ops.log import log_on_rank_0
-from ..recognition.stacked import DOWN, Layout, is_stacked, shape_of
+from ..recognition.stacked import DOWN, SPREAD_NAMES, Layout, is_stacked, shape_of
 from ..transport.deadline import failure_in_world
 from .convert import alike, shared_parameters
 
@@ -144,7 +144,8 @@ class _Spreading:
         forward = vars(one.experts).get("forward")
         if forward is None and not isinstance(one.experts, HeldExperts):
             forward = None if hasattr(type(one.experts).forward, "__wrapped__") else type(one.experts).forward
-        return None if forward is None or _is_faster(forward) else (
+        is_ligers = forward is not None and forward.__module__.startswith("liger_kernel.")  # computes the same
+        return None if forward is None or is_ligers else (
             f"{forward.__module__}.{forward.__qualname__} replaces the forward of {type(one.experts).__name__}")
 
     def replace_moe_layers(self, specs: list[Found], ep_size: int, ep_rank: int, collect_sources: bool = False,
@@ -168,7 +169,7 @@ class _Spreading:
                 self.frozen.append(experts)
                 for parameter in whole:
                     if not hasattr(parameter, "ds_id"):  # ZeRO-3 frees its partitions by itself
-                        free(parameter)
+                        parameter.data = parameter.data.new_empty(0)  # also where an optimizer holds it
             if collect_sources:
                 sources.discarded |= set(map(id, whole))
                 sources.sources |= {id(p): [whole[name == "w2"]] for name, p in weights.items()}
@@ -230,11 +231,6 @@ def _one_by_one(layout: Layout, whole: list[nn.Parameter], count: int, rank: int
         for i in range(rank * count, (rank + 1) * count):
             parts = (p[i:i + 1] if partitioned else p[i:i + 1].to(device) for p in whole)
             yield tuple(part[0] for part in layout.split(*parts))
-
-
-def _is_faster(forward: Callable) -> bool:
-    """Whether this forward of experts computes what transformers' does, by other kernels."""
-    return forward.__module__.startswith("liger_kernel.")
 
 
 def share(layout: Layout, whole: list[nn.Parameter], count: int, rank: int) -> dict[str, nn.Parameter]:

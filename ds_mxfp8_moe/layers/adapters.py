@@ -28,11 +28,10 @@ from torch import nn
 from ..compat.private_names import missing
 from ..compute.formula import LowRank
 from ..config import ConfigError
-from ..recognition.stacked import Layout, is_stacked
+from ..recognition.stacked import SPREAD_NAMES, Layout, is_stacked
 
 RANK_MULTIPLE = 8  # 16 bytes of a 16-bit dtype
 ADAPTERS = "adapters."  # how their names begin in the experts
-SHARDED = ("w1", "w2", "w3")  # names in the experts that PEFT does not know
 
 
 # ---- PEFT's modules in a model --------------------------------------------------------------------------------------
@@ -229,11 +228,6 @@ def joined(factors: list[LowRank]) -> LowRank:
     return LowRank(a_ERK.contiguous(), b_ENR.contiguous())
 
 
-def adapted_parts(layer: nn.Module) -> list[str]:
-    """The experts' stacked weights that have adapters."""
-    return [one.parameter_name for one in reversed(wrappers_of(outermost_wrapper(layer)))]
-
-
 def outermost_wrapper(layer: nn.Module) -> nn.Module | None:
     """The outermost of the wrappers that an MoE layer's experts hold. None: there are none."""
     experts = getattr(layer, "experts", None)
@@ -252,7 +246,7 @@ def _published(name: str, base: str) -> str:
     """The name in wrapped experts of a tensor in experts that hold their wrappers. `base`: of `base_prefix`."""
     if name.startswith(ADAPTERS):
         return name.removeprefix(ADAPTERS)
-    return name if name in SHARDED else base + name
+    return name if name in SPREAD_NAMES else base + name
 
 
 def _publish_names(experts: nn.Module, state: dict, prefix: str, metadata: dict) -> None:

@@ -26,14 +26,14 @@ from ..compute.routing import Routes, round_robin
 from ..ffn.frozen_weights import REFUSED
 from ..ffn.kept_weights import KeptWeights
 from ..ffn.open_ffn import OpenFormula
-from ..recognition.stacked import DOWN, Layout, shape_of
+from ..recognition.stacked import DOWN, SPREAD_NAMES, Layout, shape_of
 from ..routing.choices import Choice, run_block
 from ..routing.padding import PaddingMask
 from ..routing.routes import LayerRoutes, is_recomputed
 from ..transport.deadline import tell_peers_on_error
 from .adapters import NO_MERGE, low_rank, named_modules
 from .classic import MXFP8MOELayer
-from .frozen_experts import SPREAD_NAMES, dtype_of, frozen_of
+from .frozen_experts import dtype_of, frozen_of
 from .settings import LayerSettings
 
 

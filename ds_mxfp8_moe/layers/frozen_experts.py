@@ -11,8 +11,6 @@ from ..config import MXFP8MoEConfig
 from ..ffn.frozen_weights import FrozenWeights
 from .adapters import has_adapters
 
-SPREAD_NAMES = ("w1", "w2", "w3")  # the names of gate, down and up in spread experts
-
 
 def frozen_of(experts: nn.Module) -> FrozenWeights | None:
     """What a layer's experts hold in place of parameters. None: they hold parameters."""
@@ -46,8 +44,3 @@ def wants_mxfp8(config: MXFP8MoEConfig, model: Any) -> bool:
     if config.recipe == "bf16" or config.frozen_experts == "keep":
         return False
     return config.frozen_experts == "mxfp8" or has_adapters(model)
-
-
-def free(parameter: nn.Parameter) -> None:
-    """Frees the memory of a parameter, even if an optimizer holds it."""
-    parameter.data = parameter.data.new_empty(0)

@@ -110,7 +110,7 @@ def _compute(experts: nn.Module, config: MXFP8MoEConfig, group: ProcessGroup | N
         experts.mxfp8_settings = settings = _settings_of(experts, config, x_TH.device)
     kind, formula = ExpertFFN, settings.formula
     if formula.activation is None:
-        after = experts.post_expert_norm if _has_norm(experts) else None
+        after = experts.post_expert_norm if getattr(experts, "has_post_expert_norm", False) else None
         kind, formula = OpenFFN, OpenFormula(experts._apply_gate if experts.has_gate else experts.act_fn, after)
     ffn = kind(formula, settings.recipe, settings.choose_transport(group), experts.num_experts,
                settings.min_tokens_per_expert, settings.name, training=experts.training)
@@ -120,13 +120,10 @@ def _compute(experts: nn.Module, config: MXFP8MoEConfig, group: ProcessGroup | N
     return ffn(x_TH, routes, _weights_of(experts, apart=settings.formula.gate is not None))
 
 
-def _has_norm(experts: nn.Module) -> bool:
-    return getattr(experts, "has_post_expert_norm", False)  # from transformers 5.21 on
-
-
 def _settings_of(experts: nn.Module, config: MXFP8MoEConfig, device: torch.device) -> LayerSettings:
     """What the module computes, and in which recipe. A formula without an activation: its own functions run."""
-    name, act = type(experts).__name__, None if _has_norm(experts) else activation_of(experts)
+    name, has_norm = type(experts).__name__, getattr(experts, "has_post_expert_norm", False)
+    act = None if has_norm else activation_of(experts)
     apart = act is not None and experts.has_gate and not is_concatenated(experts)
     weights = _weights_of(experts, apart)
     _, hidden_size, ffn_size = weights["down"].shape

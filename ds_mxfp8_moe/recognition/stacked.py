@@ -14,7 +14,6 @@ This package holds three weights, under the names that DeepSpeed's checkpoints k
 w2 [E, H, F]. With a gate, w1 is the gate and w3 is up. Without, they are the first and the second half of `up_proj`.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +21,7 @@ from torch import nn
 
 FLAGS = ("has_gate", "has_bias", "is_transposed")
 DOWN = "down_proj"
+SPREAD_NAMES = ("w1", "w2", "w3")  # the names of gate, down and up in spread experts
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Layout:
         return self.halves(up.transpose(1, 2) if self.is_transposed else up)
 
     def split_down(self, down: torch.Tensor) -> torch.Tensor:
-        """w2, as a view of the second GEMM's weight."""
+        """w2, as a view of the second GEMM's weight; and that weight, of w2."""
         return down.transpose(1, 2) if self.is_transposed else down
 
     def halves(self, up_EG: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,18 +69,10 @@ class Layout:
         halves = [first, second]
         return torch.cat(halves, dim=1) if self.is_concatenated else torch.stack(halves, dim=2).flatten(1, 2)
 
-    def join(self, w1: torch.Tensor, w2: torch.Tensor, w3: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The inverse of `split`, in contiguous tensors."""
-        return self.join_up(w1, w3), self.join_down(w2)
-
     def join_up(self, w1: torch.Tensor, w3: torch.Tensor) -> torch.Tensor:
         """The first GEMM's weight."""
         up = self.join_halves(w1, w3)
         return up.transpose(1, 2).contiguous() if self.is_transposed else up
-
-    def join_down(self, w2: torch.Tensor) -> torch.Tensor:
-        """The second GEMM's weight."""
-        return w2.transpose(1, 2).contiguous() if self.is_transposed else w2
 
 
 def is_concatenated(experts: nn.Module) -> bool | None:
@@ -107,10 +99,3 @@ def is_stacked(module: nn.Module) -> bool:
 def shape_of(weight: torch.Tensor) -> torch.Size:
     """The shape of a weight, also if ZeRO-3 has partitioned it."""
     return getattr(weight, "ds_shape", weight.shape)
-
-
-def stacked_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the modules that obey the contract, with their names in the model."""
-    for name, module in model.named_modules():
-        if is_stacked(module):
-            yield name, module

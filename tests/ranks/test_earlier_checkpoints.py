@@ -7,8 +7,7 @@ import torch
 
 from ds_mxfp8_moe.checkpoint.earlier_names import EarlierNames
 from ds_mxfp8_moe.layers.experts import expert_blocks, spread
-from ds_mxfp8_moe.layers.frozen_experts import SPREAD_NAMES
-from ds_mxfp8_moe.recognition.stacked import Layout
+from ds_mxfp8_moe.recognition.stacked import SPREAD_NAMES, Layout
 from tests.support.autoep_models import model, train_engine
 from tests.support.slow import slow_except
 from tests.support.spread_checkpoints_cases import MXFP8, PLAIN, build, state, to_universal
