@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the pages that show result files: one for each benchmark beside them, with its plots; the pictures of the
-README and of a token's way; and between their marks the README's figures, the answer of the guide to quality, and the
-tables of the guides to fast training and to memory.
+"""Writes the pages that show result files: one for each benchmark beside them, with its plots; the README's picture;
+and between their marks the README's figures, the answer of the guide to quality, and the tables of the guides to fast
+training and to memory.
 
     make report                                      # or python examples/benchmarks/report.py
     python examples/benchmarks/report.py --check     # writes nothing; compares the files with the measures' bars
@@ -16,7 +16,7 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
-from lib import results_file, show, token_way
+from lib import results_file, show
 from lib.gains import Gain
 from lib.gains import plot as plot_gains
 from training import (
@@ -39,7 +39,7 @@ OF_80_GB = "whole_model_80gb"  # the result file of whole_model.py's cases "memo
 GAIN = results_file.RESULTS / "gain.png"
 BENCHMARKS = ("training.whole_model", "training.train", "training.convergence",
               "training.frozen_quality", "training.replay_cost", "training.export", "training.from_files",
-              "exchange.moe_layer", "exchange.ep_pipeline", "exchange.dispatch_combine", "exchange.latency",
+              "exchange.moe_layer", "exchange.dispatch_combine", "exchange.latency",
               "exchange.two_hops", "kernels.expert_ffn", "kernels.host", "kernels.grouped_gemm", "kernels.quantize")
 Found = list[tuple[Path, dict]]
 
@@ -171,7 +171,6 @@ def main(arguments: list[str] | None = None) -> None:
     if check:
         sys.exit("\n".join(missed) or 0)
     show.draw(plot_gains, GAIN, gains(results(whole_model.SHOWN.benchmark), results(train.SHOWN.benchmark)))
-    show.draw(token_way.plot, results_file.RESULTS / "token_way.png", {})
     for path, text in texts().items():
         path.write_text(text)
 

@@ -1,33 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmarks: wrong results are noticed, every script runs with tiny sizes, and pages say what result files
-say. test_two_nodes.py and test_convergence.py run theirs."""
+say."""
 
+import io
+import json
 import re
+import statistics
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
+from deepspeed.moe.utils import is_moe_param
+from deepspeed.utils import safe_get_full_fp32_param
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from transformers import AutoModelForCausalLM
 
 import report
 from ds_mxfp8_moe.all_to_all import AllToAll
+from ds_mxfp8_moe.compute import mx
 from ds_mxfp8_moe.transport.collective import Collective
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
-from exchange import dispatch_combine, ep_pipeline, latency, moe_layer
+from exchange import dispatch_combine, latency, moe_layer, two_nodes
 from kernels import expert_ffn, grouped_gemm, host
 from kernels.shapes import Case
-from lib import gains, models, results_file, show, timing, trainings, world
+from lib import gains, models, paired, results_file, show, timing, trainings, world
 from lib.show import Measure, bar
 from lib.timing import Contender
 from tests.support import emulator
 from tests.support.benchmark_runs import run_script
+from tests.support.launched_model import MODEL
+from tests.support.rank_pool import free_port
 from tests.support.slow import slow_except
-from training import changes, front_page, replay_cost, train, whole_model
+from training import changes, convergence, convergence_results, front_page, replay_cost, train, whole_model
+from training.convergence import BF16, NUDGED, OWN, RECIPES, YARDSTICK, Run
 from training.train import AUTOEP, CLASSIC, HP, MXFP8, OURS_BF16
 
 PADDED, SKEWED = Case(160, 96, 4, 64, "even"), Case(160, 96, 4, 256, "skewed")
@@ -70,25 +84,6 @@ def test_a_row_for_each_stage_and_what_one_rank_finds_wrong_is_wrong(ranks2):
     assert "rank 1: ValueError: no such size" in rows[-1]["failure"] and "median_ms" not in rows[-1]
 
 
-def _alone():
-    def call():
-        if world.rank() == 0:
-            raise MemoryError("too much")
-        time.sleep(1.5)  # as in an exchange to which rank 0 does not come
-        return {}
-
-    with mock.patch.object(world, "ALONE_S", 0.5):
-        try:
-            return world.everywhere(call)
-        except SystemExit as end:
-            torch.distributed.all_gather_object([None, None], {})  # for this test's rank 1
-            return str(end)
-
-
-def test_a_rank_that_fails_alone_ends_the_run(ranks2):
-    assert ranks2.run(_alone)[0].startswith("rank 0: MemoryError: too much; 1 of 2 ranks have not come")
-
-
 @pytest.mark.parametrize("spoil", [
     lambda y: y * 1.2, lambda y: y.roll(1, 0), lambda y: y.index_fill(0, torch.tensor([3]), float("nan")),
     lambda y: y.index_add(0, torch.tensor([3]), torch.full((1, 32), 9.0))], ids=["scaled", "mixed up", "NaN", "stray"])
@@ -117,21 +112,13 @@ def test_what_stands_where_zeros_belong_is_noticed():
 # ---- trainings ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fails_at, told", [("build", "no such engine"), ("step", "ZeroDivisionError")])
-def test_after_a_failure_nothing_is_measured_and_the_engine_is_freed(monkeypatch, fails_at, told):
-    freed = mock.Mock()
-    monkeypatch.setattr(models, "free", freed)
-
-    def build():
-        if fails_at == "build":
-            raise ValueError("no such engine")
-        return mock.Mock(engine="the engine")
-
+def test_after_a_failure_nothing_is_measured_and_the_engine_is_freed(monkeypatch):
+    monkeypatch.setattr(models, "free", freed := mock.Mock())
     calls = [lambda training, before: {"step": 1}, lambda training, before: 1 / 0, mock.Mock()]
-    rows = list(trainings.found(build, calls))
-    assert ["failure" in row for row in rows] == [fails_at == "build", True, True] and not calls[-1].called
-    assert all(told in row["failure"] for row in rows[1:])
-    assert freed.mock_calls == [mock.call("the engine")] * (fails_at == "step")
+    rows = list(trainings.found(lambda: mock.Mock(engine="the engine"), calls))
+    assert rows[0]["step"] == 1 and "failure" not in rows[0]
+    assert all("ZeroDivisionError" in row["failure"] for row in rows[1:]) and not calls[-1].called
+    assert freed.mock_calls == [mock.call("the engine")]
 
 
 def _updates():
@@ -208,6 +195,215 @@ def test_other_losses_have_the_gradients_of_the_models(monkeypatch, loss):
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
 
 
+# ---- the paired study -----------------------------------------------------------------------------------------------
+
+
+def green_bottles(folder, copies=1):
+    """A tiny model, and texts for it."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+             "head_dim": 16, "moe_intermediate_size": 64, "num_experts": 4, "max_position_embeddings": 32}
+    model = yaml.safe_load((convergence.ROOT / "configs/models/qwen3_moe_tiny.yaml").read_text())
+    (folder / "model.yaml").write_text(yaml.safe_dump(model | sizes))
+    (folder / "texts").mkdir()
+    for i in range(200 * copies):
+        (folder / f"texts/{i}.txt").write_text(f"{i % 200:05} green bottles hanging on the wall\n" * 4)
+
+
+def tiny(folder):
+    """The size of the model in this folder."""
+    return mock.patch.dict(convergence.SIZES, {"tiny": convergence.Size(str(folder / "model.yaml"), 1e-2, 8, 32)})
+
+
+def _pairs(folder):
+    """Runs of recipes and seeds, and whether a nudge rounds the experts' weights and the optimizer's."""
+    args = convergence.parse_args(["--out", "unused", "--tokens", str(folder), "--heldout_windows", "16", "--steps",
+                                   "6"])
+    with tiny(folder):
+        found = {(recipe, seed): convergence.train_run(Run("tiny", recipe, seed), args)
+                 for recipe, seed in ((BF16, 0), (YARDSTICK, 0), ("mxfp8_128", 0), (NUDGED, 0), (BF16, 1))}
+        again = convergence.train_run(Run("tiny", "mxfp8_128", 0), args)
+        assert again["curves"] == found["mxfp8_128", 0]["curves"]  # a run repeats itself
+        engine, *_ = convergence.build(Run("tiny", NUDGED, 0), args)
+    for p in engine.module.parameters():
+        if is_moe_param(p) and p.dim() > 1:
+            rounded = mx.quantize_tiles(p.detach().clone()).dequantize(torch.float32)
+            convergence.nudge(engine)
+            assert torch.equal(p.float(), rounded) and torch.equal(safe_get_full_fp32_param(p).float(), rounded)
+            break
+    engine.destroy()
+    return found
+
+
+@pytest.mark.wide
+def test_runs_of_a_seed_are_pairs(ranks2, tmp_path):
+    green_bottles(tmp_path)
+    convergence.store_tokens(str(tmp_path / "texts"), tmp_path)
+    rows = ranks2.run(_pairs, tmp_path)[0]
+    assert all(row["correct"] for row in rows.values()), rows
+    curves = {of: row["curves"] for of, row in rows.items()}
+    losses = {of: list(found["loss"].values()) for of, found in curves.items()}
+    base = losses[BF16, 0]
+    # The same weights before the first step, and the same batches.
+    start = curves[BF16, 0]["heldout_loss"]["0"]
+    assert curves[YARDSTICK, 0]["heldout_loss"]["0"] == curves["mxfp8_128", 0]["heldout_loss_bf16"]["0"] == start
+    assert curves["mxfp8_128", 0]["heldout_loss"] != curves["mxfp8_128", 0]["heldout_loss_bf16"]
+    for name in (YARDSTICK, "mxfp8_128", NUDGED):
+        # In float32, another order of sums may not show in six digits.
+        assert name == YARDSTICK or losses[name, 0] != base
+        assert losses[name, 0] == pytest.approx(base, rel=0.01)
+    assert abs(losses[BF16, 1][0] - base[0]) > 10 * abs(losses[YARDSTICK, 0][0] - base[0])
+    for (name, _), row in rows.items():
+        assert row["heldout_loss"] == row["curves"]["heldout_loss"]["6"] < row["curves"]["heldout_loss"]["0"]
+        assert row["layers_quantized"] == (2 if name == "mxfp8_128" else 0)
+        assert row["case"]["expert_parallel"] == row["case"]["ranks"] == 2
+
+
+def test_a_run_that_is_not_what_it_should_be_says_so():
+    right = {"curves": {"loss": {"1": 2.0}, "heldout_loss": {"0": 3.0, "1": 2.0}}, "moe_layers": 2,
+             "layers_converted": 2, "layers_quantized": 2, "section": RECIPES["default_128"]}
+    assert convergence.failure_of(right) is None
+    for changed, told in (({"curves": right["curves"] | {"loss": {"1": float("nan")}}}, "the loss is not finite"),
+                          ({"curves": right["curves"] | {"heldout_loss": {"0": 2.0, "1": 2.0}}}, "did not fall"),
+                          ({"layers_converted": 1}, "1 layers were converted, expected 2 of 2"),
+                          ({"section": RECIPES[BF16]}, "2 layers were quantized, expected 0 of 2")):
+        assert told in convergence.failure_of(right | changed)
+
+
+def test_copies_of_a_text_are_left_out_and_none_is_on_both_sides(tmp_path):
+    green_bottles(tmp_path, copies=2)
+    convergence.store_tokens(str(tmp_path / "texts"), tmp_path)
+    size = 1 + 4 * len("00000 green bottles hanging on the wall\n")
+    sides = [{bytes(text[1:].astype(np.uint8)) for text in np.load(tmp_path / f"{name}.npy").reshape(-1, size)}
+             for name in ("training", "heldout")]
+    assert len(sides[0] | sides[1]) == 200 and not sides[0] & sides[1] and len(sides[1]) < 40
+    with pytest.raises(SystemExit, match="has those of --data .*texts, not of pydoc"):
+        convergence.store_tokens("pydoc", tmp_path)
+
+
+# 97.5 % quantiles, as tables print them.
+@pytest.mark.parametrize("freedom, t", [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (15, 2.131), (120, 1.980)])
+def test_an_interval_by_hand(freedom, t):
+    assert paired.t_quantile(freedom) == pytest.approx(t, abs=5.1e-4)
+    values = [1.0, *range(2, freedom + 2)]
+    found = paired.interval(values)
+    assert (found.mean, found.spread) == (statistics.fmean(values), statistics.stdev(values))
+    half = t * found.spread / len(values)**0.5
+    assert (found.low, found.high) == pytest.approx((found.mean - half, found.mean + half), rel=1e-3)
+    assert paired.interval([2.0]) == (2.0, None, None, None, 1)
+
+
+def run_of(recipe, seed, heldout, start=5.6, steps=200):
+    """A row of the study."""
+    in_bf16 = {"0": start, str(steps): heldout - 0.05} if recipe in convergence_results.JUDGED else {}
+    return {"case": {"size": "tiny", "steps": steps, "tokens_per_step": 64, "expert_parallel": 2, "seed": seed},
+            "contender": recipe, "heldout_loss": heldout, "correct": True,
+            "curves": {"heldout_loss": {"0": start, str(steps): heldout}, "heldout_loss_bf16": in_bf16}}
+
+
+def prepared(rows):
+    return {one["contender"]: one for one in convergence_results.prepare({"rows": rows})}
+
+
+def test_differences_are_paired_by_seed():
+    noise = [0.0, 0.3, -0.2, 0.1]  # of seeds, far larger than the differences
+    costs = {BF16: [0] * 4, "mxfp8_128": [0.001, 0.002, 0.003, 0.002], YARDSTICK: [0, 4e-3, 0, -4e-3]}
+    rows = [run_of(name, seed, (1 + noise[seed]) * (1 + cost)) for name, of in costs.items()
+            for seed, cost in enumerate(of)]
+    rows.append(run_of("default_128", 7, 1.0))  # without a partner
+    found = prepared(rows)
+    of = found["mxfp8_128"]
+    assert (of["difference"], of["low"], of["high"]) == pytest.approx(paired.interval(costs["mxfp8_128"])[:3])
+    ends = [(1 + n) * (1 + cost) for n, cost in zip(noise, costs["mxfp8_128"], strict=True)]
+    assert of["in_use"] == pytest.approx(np.mean([end / (end - 0.05) - 1 for end in ends]))
+    assert of["less"] == pytest.approx(0.002) and of["pairs"] == 4
+    assert "difference" not in found[BF16] and "difference" not in found["default_128"]
+    assert "verdict" not in found[YARDSTICK] and found[YARDSTICK]["difference"] == pytest.approx(0)
+
+
+def test_runs_that_do_not_start_alike_are_no_pair():
+    base = [run_of(BF16, 0, 1.0), run_of(BF16, 1, 1.0)]
+    of = prepared([*base, run_of("mxfp8_128", 0, 1.0), run_of("mxfp8_128", 1, 1.0, start=5.7)])["mxfp8_128"]
+    assert not of["correct"] and of["failure"] == "seeds [1] do not start with the loss of bf16"
+    assert prepared([*base, run_of(NUDGED, 0, 1.0, start=5.7)])[NUDGED]["correct"]  # its weights are others
+
+
+@pytest.mark.parametrize("costs, yardstick, said, beyond", [
+    ([0.001, 0.0012, 0.0011], [0.0, 0.001, -0.001], "at most 0.135% above bf16.", False),
+    ([0.01, -0.01, 0.002], [0.011, -0.012, 0.001], "not distinguishable from reordered bf16, at most 0.446% above "
+     "that; at most 2.567% above bf16.", False),
+    ([0.01, -0.001, 0.004], [0.0, 0.001, -0.001], "open: at most 1.801% above bf16.", True)])
+def test_verdicts(costs, yardstick, said, beyond):
+    rows = [one for seed, (cost, other) in enumerate(zip(costs, yardstick, strict=True))
+            for one in (run_of(BF16, seed, 1.0), run_of("default_128", seed, 1 + cost),
+                        run_of(YARDSTICK, seed, 1 + other))]
+    of = prepared(rows)["default_128"]
+    assert of["verdict"] == said
+    assert of["beyond"] == (pytest.approx(of["high"] - 0.0025) if beyond else 0)
+
+
+# ---- two nodes ------------------------------------------------------------------------------------------------------
+
+
+def test_the_guide_gives_commands_that_the_script_takes():
+    guide = (two_nodes.ROOT / "examples/guides/several_nodes.md").read_text()
+    commands = re.findall(r"two_nodes\.py (.+)", guide.replace("\\\n", " "))
+    assert len(commands) == 3
+    for command in commands:
+        args = two_nodes.parse(re.sub(r"[#&].*", "", command).replace("$node", "1").split())
+        assert args.node_rank in (0, 1) and args.master
+
+
+def arguments_of(node: int, folder: Path, port: int) -> list[str]:
+    return ["--node-rank", str(node), "--master", "127.0.0.1", "--one-host", "--port", str(port), "--model",
+            str(folder / "model.yaml"), "--data", str(folder / "text"), "--steps", "3", "--out",
+            str(folder / f"node{node}.json")]
+
+
+def test_two_launchers_on_one_machine_start_all_ranks(tmp_path):
+    program, port = tmp_path / "program.py", free_port()
+    program.write_text("import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])")
+    nodes = [two_nodes.Node(two_nodes.parse(arguments_of(node, tmp_path, port))) for node in range(2)]
+    with ThreadPoolExecutor(2) as both:
+        list(both.map(lambda node: node.launch("ranks", [program]), nodes))
+    said = [(node.folder / "ranks.log").read_text() for node in nodes]
+    assert all(f"rank {rank} of 4" in said[rank // 2] for rank in range(4)), said
+
+
+def run_on_rank(program: str, arguments: list[str]) -> str:
+    """The exchange or examples/gpt_moe/train.py on a rank of a pool. What it prints."""
+    with mock.patch.object(world, "start"), mock.patch.object(world, "leave"), redirect_stdout(io.StringIO()) as out:
+        if Path(program).name == "train.py":
+            sys.path.insert(0, str(Path(program).parent))
+            import train
+            train.run(train.parse_args(arguments))
+        else:
+            two_nodes.exchange_main(two_nodes.parse(arguments))
+    return out.getvalue()
+
+
+@pytest.mark.wide
+def test_the_script_for_two_nodes(ranks4, tmp_path):
+    """All ranks, those of the exchange and those of the trainings, are a pool's."""
+    (tmp_path / "model.yaml").write_text(MODEL)
+    (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog\n" * 500)
+    said = {}
+
+    def launch(node, name, program):
+        program, *arguments = map(str, program)
+        said[name] = ranks4.run(run_on_rank, program, arguments)[0]
+
+    with mock.patch.object(two_nodes.Node, "launch", launch), pytest.raises(SystemExit) as end, \
+            mock.patch.object(sys, "argv", ["two_nodes.py", *arguments_of(0, tmp_path, free_port())]):
+        two_nodes.main()
+    assert not end.value.code
+    rows = json.loads((tmp_path / "node0.json").read_text())["rows"]
+    assert all(row["correct"] for row in rows)
+    of = {(row["case"]["operation"], row["contender"]): row for row in rows}
+    assert {"hierarchical, mxfp8", "collective, mxfp8"} <= {name for operation, name in of if operation == "dispatch"}
+    assert ("rail, 4 bytes", "send and receive") in of and ("training step", "hierarchical") in of
+    assert "2 nodes of 2 ranks" in said["train_hierarchical"] and "2 nodes" not in said["train_collective"]
+
+
 # ---- scripts --------------------------------------------------------------------------------------------------------
 
 BRIEF = "--budget", "0.001", "--seconds", "600"
@@ -243,6 +439,46 @@ def train_quickly(name, out, *arguments):
         return run_script(name, out, *arguments, WARM_UP=1)
 
 
+def study(name, out) -> list[dict]:
+    """The paired study, on tiny models of some texts: a second run goes on where the first one ended."""
+    if dist.get_rank() == 0:
+        green_bottles(out.parent)
+    dist.barrier()
+    given = ("--sizes", "tiny", "--steps", "2", "--data", out.parent / "texts", "--tokens", out.parent,
+             "--heldout_windows", "4", "--seeds", "1", "--recipes", BF16)
+    with tiny(out.parent):
+        first = run_script(name, out, *given)
+        rows = run_script(name, out, *given, "default_128")
+    assert rows[:1] == first
+    return rows
+
+
+def own_study(name, out) -> list[dict]:
+    """A user's model and config beside the same in bf16. Before, what a section without MXFP8 is told."""
+    folder, path = out.parent, out.with_name("ds_config.json")
+    given = ("--ds_config", path, "--hf_model", folder / "model.yaml", "--seq_len", "32", "--steps", "2", "--data",
+             folder / "texts", "--tokens", folder, "--heldout_windows", "4", "--seeds", "1")
+    config = json.loads((convergence.ROOT / "configs/ds/autoep_zero2.json").read_text())
+    config |= {"expert_parallel": {"enabled": True, "autoep_size": 2}, "train_micro_batch_size_per_gpu": 1,
+               "gradient_accumulation_steps": 2}
+    if dist.get_rank() == 0:
+        green_bottles(folder)
+        path.write_text(json.dumps(config | {"mxfp8_moe": {"enabled": True, "recipe": "bf16"}}))
+    dist.barrier()
+    with pytest.raises(SystemExit, match='expected a section "mxfp8_moe" .* another recipe than "bf16"'):
+        convergence.parse_args(["--out", "unused", *map(str, given)])
+    dist.barrier()
+    own = {"enabled": True, "recipe": "mxfp8", "min_tokens_per_expert": 0, "combine_fwd_dtype": "mxfp8"}
+    if dist.get_rank() == 0:
+        path.write_text(json.dumps(config | {"mxfp8_moe": own}))
+    dist.barrier()
+    rows = run_script(name, out, *given)
+    sections = {row["contender"]: row["section"] for row in rows}
+    assert sections[OWN] == own and sections[BF16] == {"enabled": True, "min_tokens_per_expert": 0, "recipe": "bf16"}
+    assert str(folder) not in out.read_text()
+    return rows
+
+
 # The run of a script, its ranks, arguments and constants, and contenders whose results it has to have.
 TINY = "--steps", "1", "--sizes", "tiny"
 SCRIPTS = {
@@ -250,7 +486,6 @@ SCRIPTS = {
     "kernels.quantize": (run_script, 1, BRIEF, {}, set()),
     "kernels.expert_ffn": (run_script, 1, (*BRIEF, "--min-tokens-per-expert", "65"), {}, {*expert_ffn.RECIPES}),
     "kernels.host": (run_script, 1, (), dict(SAMPLES=1, WARM_UP=1), {*host.SHOWN.contenders[:-1]}),
-    "exchange.ep_pipeline": (with_nvlink, 2, BRIEF, dict(EXPERTS=2), {*ep_pipeline.OURS}),
     "exchange.dispatch_combine": (with_nvlink, 2, BRIEF, {}, {*dispatch_combine.CONTENDERS}),
     "exchange.moe_layer": (run_script, 2, BRIEF, {}, {moe_layer.AUTOEP, moe_layer.CLASSIC}),
     "exchange.two_hops": (run_script, 4, BRIEF, {}, {"two hops", "flat"}),
@@ -263,6 +498,8 @@ SCRIPTS = {
     "training.replay_cost": (run_script, 1, ("--rounds", "1"), dict(STEPS=1), {*replay_cost.CONTENDERS}),
     "training.frozen_quality": (run_script, 1, ("--base", "base", "--base_steps", "2", "--steps", "2", "--seeds", "1"),
                                 dict(HELDOUT_WINDOWS=8), set()),
+    "training.convergence": (study, 2, (), {}, {BF16, "default_128"}),
+    "training.convergence, own": (own_study, 2, (), {}, {BF16, OWN, YARDSTICK}),
     "training.export": (run_script, 2, ("--layers", "1", "--repeats", "1"), {}, set()),
     "training.from_files": (run_script, 1, (*BRIEF, "--folders", "."), {}, set()),
 }
@@ -278,27 +515,12 @@ def test_all_results_of_a_script_are_right(request, name, tmp_path, monkeypatch)
             pytest.skip(f"the emulator needs nvcc: {reason}")
         emulator.build()
     arguments = [str(tmp_path / one) if one in ("base", ".") else one for one in arguments]
-    rows = request.getfixturevalue(f"ranks{ranks}").run(run, name, tmp_path / "x.json", *arguments, **constants)[0]
+    rows = request.getfixturevalue(f"ranks{ranks}").run(run, name.split(",")[0], tmp_path / "x.json", *arguments,
+                                                        **constants)[0]
     assert names <= {row["contender"] for row in rows}
 
 
 # ---- result files, tables and bars ----------------------------------------------------------------------------------
-
-
-def test_a_write_that_is_cut_short_leaves_the_rows_of_before(tmp_path, monkeypatch):
-    path = tmp_path / "x.json"
-    results_file.write("quantize", [{"correct": True}], path, "abc")
-    before = path.read_text()
-
-    def cut_short(file, text):
-        with file.open("w") as opened:
-            opened.write(text[:9])
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(Path, "write_text", cut_short)
-    with pytest.raises(OSError, match="no space"):
-        results_file.write("quantize", [{"correct": True}] * 2, path, "abc")
-    assert path.read_text() == before
 
 
 def row(name, ms, correct=True, **case):
@@ -385,20 +607,6 @@ def test_bars_are_checked_in_stored_files(monkeypatch):
     with pytest.raises(SystemExit) as ended:
         report.main(["--check"])
     assert all(re.match(r"\w+\.json: \w+: .* is .*; the bar is ", line) for line in str(ended.value.code).splitlines())
-
-
-def test_links_between_the_pages_lead_somewhere():
-    """Anchors as GitHub makes them: headings in small letters."""
-    root = report.README.parent
-    for page in (report.README, *sorted((root / ".github").glob("*.md")), *sorted((root / "examples").rglob("*.md"))):
-        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
-            path, _, anchor = link.partition("#")
-            if not path.startswith("http"):
-                target = page.parent / path if path else page
-                assert target.exists(), f"{page}: {link}"
-                headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE) if anchor else []
-                anchors = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
-                assert not anchor or anchor in anchors, f"{page}: {link}"
 
 
 @pytest.mark.parametrize("top_k, experts, ranks, fullest", [(6, 64, 4, 1.5), (2, 8, 4, 3), (8, 128, 8, 5)])

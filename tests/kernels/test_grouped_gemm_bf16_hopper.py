@@ -18,10 +18,8 @@ def addresses(placed, part, e, origin):
 
 
 @pytest.mark.parametrize("order", [
-    (0, 1, 2, 3, 4, 5, 6, 7),  # one stack after the other
     (0, 2, 4, 6, 1, 3, 5, 7),  # an expert's matrices side by side
-    (7, 6, 5, 4, 3, 2, 1, 0),
-    (5, 0, 3, 6, 1, 7, 2, 4)], ids=str)
+    (7, 6, 5, 4, 3, 2, 1, 0), (5, 0, 3, 6, 1, 7, 2, 4)], ids=str)
 @pytest.mark.parametrize("parts", [1, 2])
 def test_matrices(order, parts):
     lying = torch.empty(2 * E, N + 1, K, dtype=torch.bfloat16)[:, :N]

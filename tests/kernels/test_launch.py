@@ -165,22 +165,18 @@ def test_what_it_cannot_tell_is_tritons(driver):
     assert len(driver.launches) == 2 and not any(bound.compiled for bound in _kernel._bound.values())
 
 
-def test_a_launch_by_triton_itself_ends_a_recording(driver, monkeypatch):
-    monkeypatch.setattr(_kernel, "remembers", False)
-    x = torch.zeros(64, dtype=torch.bfloat16)
-    with Recording([x]) as noted:
-        _kernel[(1, )](x, None, (x, 5), 64, 3, SIZE=32, NAME="once", num_warps=1)
-    assert noted.obstacle == "a launch of _kernel is Triton's own"
-
-
-@pytest.mark.parametrize("attribute", ["global_scratch_size", "launch_cooperative_grid", "launch_pdl"])
+@pytest.mark.parametrize("attribute", [None, "global_scratch_size", "launch_cooperative_grid", "launch_pdl"])
 def test_a_launch_that_only_triton_can_make_ends_a_recording(driver, monkeypatch, attribute):
+    """None: a kernel whose launches are Triton's anyway."""
     def launcher(source, metadata):
         made = driver.launcher_with_launch(source, metadata)
         setattr(made, attribute, 1)
         return made
 
-    monkeypatch.setattr(driver, "launcher_cls", launcher)
+    if attribute:
+        monkeypatch.setattr(driver, "launcher_cls", launcher)
+    else:
+        monkeypatch.setattr(_kernel, "remembers", False)
     x = torch.zeros(64, dtype=torch.bfloat16)
     with Recording([x]) as noted:
         _kernel[(1, )](x, None, (x, 5), 64, 3, SIZE=32, NAME="once", num_warps=1)

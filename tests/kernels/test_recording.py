@@ -253,18 +253,6 @@ def test_tensors_that_are_no_inputs_are_an_obstacle(executor):
         assert noted.program(outputs, executor) is None and "no input" in noted.obstacle
 
 
-def test_what_wrappers_do_is_recorded(executor):
-    def function(x):
-        mx, out = quantize(x, 32), torch.empty_like(x)
-        scale(mx.abs(), out, 2)
-        return [mx.dequantize(torch.float32), out], None
-
-    with Recording([torch.randn(4, 64)]) as noted:
-        outputs, _ = function(*noted._inputs)
-    program, x = noted.program(outputs, executor), torch.randn(4, 64)
-    assert equal(program([x]), function(x)[0])
-
-
 def test_a_signature_holds_what_a_program_depends_on(executor):
     x = torch.zeros(8, 4)
     others = [x[:4], x.t(), x.int(), torch.zeros(33)[1:].view(8, 4), x.view(4, 8), None]

@@ -138,7 +138,10 @@ OWN = {
     "a gradient of its own": lambda m, gate, up: F.silu(Detaches.apply(gate)) * up,
     "mixed rows": lambda m, gate, up: F.silu(gate) * up.flip(0),
     "a weight": lambda m, gate, up: F.silu(gate) * up * m.gate_up_proj.mean(),
+    "a weight if there is one": lambda m, gate, up: F.silu(gate) * up + (0 if getattr(m, "gate_up_proj", None) is None
+                                                                        else m.gate_up_proj.sum()),
     "another shape": lambda m, gate, up: (F.silu(gate) * up).unsqueeze(0),
+    "another dtype": lambda m, gate, up: (F.silu(gate) * up).double(),
     "a tuple": lambda m, gate, up: (F.silu(gate) * up, ),
     "an error": lambda m, gate, up: m.missing(gate),
     "NaN": lambda m, gate, up: F.silu(gate) * up * float("nan"),

@@ -51,8 +51,6 @@ def test_says_what_finds_no_layer(capsys, tmp_path):
     path.write_text('{"train_micro_batch_size_per_gpu": 1}')
     with pytest.raises(ConfigError, match='has no section "mxfp8_moe"'):
         convert(Model(), str(path))
-    with pytest.raises(ConfigError, match='unknown key "train_micro_batch_size_per_gpu"'):
-        convert(Model(), {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}})
 
 
 @pytest.mark.parametrize("section, line", [
@@ -119,57 +117,15 @@ def test_include_and_exclude():
 @pytest.mark.parametrize("config", [{"mxfp8_moe": {"enabled": True, "recipe": "mxfp8"}}, {"recipe": "mxfp8"},
                                     MXFP8MoEConfig(recipe="mxfp8")], ids=type)
 def test_takes_a_section_or_a_whole_config(config):
-    model = Model()
-    assert "recipe mxfp8," in convert(model, config).layers[0].detail
+    assert "recipe mxfp8," in convert(Model(), config).layers[0].detail
 
 
-def test_wrong_section_is_an_error_that_changes_nothing():
+@pytest.mark.parametrize("section", [{"receipt": "mxfp8"}, {1: "mxfp8"}, {"recipe": {"fwd": "mxfp8"}}], ids=str)
+def test_wrong_section_is_an_error_that_changes_nothing(section):
     model = Model()
-    with pytest.raises(ConfigError, match="recipe"):
-        convert(model, {"receipt": "mxfp8"})
-    with pytest.raises(ConfigError, match='unknown key "1"'):
-        convert(model, {1: "mxfp8"})
-    with pytest.raises(ConfigError, match='"recipe" is {"fwd": "mxfp8"}. Input should be'):
-        convert(model, {"recipe": {"fwd": "mxfp8"}})
+    with pytest.raises(ConfigError, match='"recipe"|unknown key "1"'):
+        convert(model, section)
     assert type(model.blocks[0].moe) is PlainMoE
-
-
-class UsersMoE(PlainMoE):
-    pass
-
-
-class UsersGate(TopKGate):
-    pass
-
-
-def test_users_subclasses_fall_back():
-    assert "its MoE is a UsersMoE" in reason(Model(Block(cls=UsersMoE)))
-    model = Model(Block())
-    model.blocks[0].moe.deepspeed_moe.gate.__class__ = UsersGate
-    assert "its TopKGate is a UsersGate" in reason(model)
-    assert type(model.blocks[0].moe.deepspeed_moe.gate) is UsersGate
-
-
-def test_hooks_that_would_not_be_called_fall_back():
-    model = Model(Block())
-    model.blocks[0].moe.deepspeed_moe.experts.register_forward_hook(lambda *_: None)
-    assert "Experts has a forward hook, which this path would ignore" in reason(model)
-    model = Model(Block())
-    model.blocks[0].moe.deepspeed_moe.forward = lambda *args: args[0]
-    assert "replaced on the instance" in reason(model)
-
-
-def test_tied_weights_fall_back():
-    model = Model()
-    first, second = (b.moe.deepspeed_moe.experts.deepspeed_experts[0] for b in model.blocks)
-    second[0].weight = first[0].weight
-    report = convert(model)
-    assert report.converted == 0 and all("is shared with" in layer.detail for layer in report.layers)
-
-
-def test_peft_falls_back():
-    model = peft.get_peft_model(Model(Block()), peft.LoraConfig(target_modules=r".*deepspeed_experts\.\d\.[02]", r=4))
-    assert convert(model).converted == 0
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
@@ -184,7 +140,37 @@ def test_experts_made_float64_after_conversion_raise_and_converting_anew_leaves_
     assert model(x).dtype == torch.float64
 
 
-def test_tutel_falls_back():
+class UsersMoE(PlainMoE):
+    pass
+
+
+class UsersGate(TopKGate):
+    pass
+
+
+def with_adapters(moe):
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=r".*deepspeed_experts\.\d\.[02]", r=4), moe)
+
+
+@pytest.mark.parametrize("change, said", [
+    (lambda moe: setattr(moe, "__class__", UsersMoE), "its MoE is a UsersMoE"),
+    (lambda moe: setattr(moe.deepspeed_moe.gate, "__class__", UsersGate), "its TopKGate is a UsersGate"),
+    (lambda moe: moe.deepspeed_moe.experts.register_forward_hook(lambda *_: None),
+     "Experts has a forward hook, which this path would ignore"),
+    (lambda moe: setattr(moe.deepspeed_moe, "forward", print), "replaced on the instance"),
+    (lambda moe: setattr(moe.deepspeed_moe, "use_tutel", True), "it uses Tutel"),  # as where Tutel is installed
+    (with_adapters, "0.lora_A.default.weight")])
+def test_layers_that_this_path_would_change_fall_back(change, said):
     model = Model(Block())
-    model.blocks[0].moe.deepspeed_moe.use_tutel = True  # what the argument sets where Tutel is installed
-    assert "it uses Tutel" in reason(model)
+    change(model.blocks[0].moe)
+    kinds = [type(module) for module in model.modules()]
+    assert said in reason(model)
+    assert [type(module) for module in model.modules()] == kinds
+
+
+def test_tied_weights_fall_back():
+    model = Model()
+    first, second = (b.moe.deepspeed_moe.experts.deepspeed_experts[0] for b in model.blocks)
+    second[0].weight = first[0].weight
+    report = convert(model)
+    assert report.converted == 0 and all("is shared with" in layer.detail for layer in report.layers)

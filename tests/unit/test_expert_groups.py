@@ -77,6 +77,9 @@ def test_what_is_set_or_loaded_in_the_twin_stays_until_the_original_changes(pair
 def test_where_it_is_not_needed_the_optimizer_stays(what):
     optimizer = torch.optim.SGD(parameters(1, 1), lr=0.1)
     assert split_experts(what, optimizer) is optimizer
+    assert split_experts(engine(), None) is None
+    split = torch.optim.SGD([{"params": parameters(1, 0), "moe": True}], lr=0.1)  # by the user
+    assert split_experts(engine(), split) is split
 
 
 def test_what_a_function_makes_is_split():
@@ -87,12 +90,6 @@ def test_what_a_function_makes_is_split():
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
 def test_zero_takes_the_twin_of_an_optimizer_that_it_takes(kind):
     assert type(split_experts(engine(), kind(parameters(1, 1)))) in utils.ZERO_SUPPORTED_OPTIMIZERS
-
-
-def test_groups_that_the_user_split_stay():
-    optimizer = torch.optim.SGD([{"params": parameters(1, 0), "moe": True}], lr=0.1)
-    assert split_experts(engine(), optimizer) is optimizer
-    assert split_experts(engine(), None) is None
 
 
 @pytest.mark.parametrize("given, named", [

@@ -119,13 +119,6 @@ def test_gradients_go_to_sums(begun):
     assert torch.equal(torch.stack([one.out_ENK for one in sums]), before + 0.5 * gradient if begun else gradient)
 
 
-def test_out_dtype():
-    a, b, g = operands(torch.float32)
-    for dtype in DTYPES:
-        same(loop(a, b), grouped_mm(a, b, ENDS, dtype), dtype)
-        same(loop_wgrad(g, a), grouped_mm_wgrad(g, a, ENDS, dtype), dtype)
-
-
 @pytest.mark.parametrize("has_bf16", (True, False))
 def test_float16_and_on_some_cpus_bfloat16_are_emulated(monkeypatch, has_bf16):
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bf16)

@@ -96,11 +96,6 @@ def test_the_front_page_is_short_and_the_index_leads_to_every_guide():
     assert guides() - {"README.md"} == set(re.findall(r"\]\((\w+\.md)\)", index))
 
 
-def test_the_guides_are_short():
-    words = {page: len((ROOT / "examples/guides" / page).read_text().split()) for page in guides()}
-    assert max(words["how_it_works.md"], words["internals.md"]) <= 1500
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_to_files_and_headings(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)):
@@ -117,9 +112,3 @@ def test_internals_names_files_that_exist():
     text = (ROOT / "examples/guides/internals.md").read_text()
     for name in re.findall(r"`([\w/]+(?:\.py|\.cuh|\.yaml|/))`", text):
         assert any((ROOT / folder / name).exists() for folder in ("", "ds_mxfp8_moe", "examples/benchmarks")), name
-
-
-def test_workflows_call_targets_of_the_makefile():
-    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    called = re.findall(r"make ([\w-]+)", (ROOT / ".github/workflows/ci.yml").read_text())
-    assert len(called) >= 3 and targets >= set(called)

@@ -11,7 +11,7 @@ from ds_mxfp8_moe.compute.mx import MXTensor, dequantize, quantize_tiles
 
 EXPERTS, ROWS, COLUMNS = 2, 1024, 768
 NAMES = ["experts.0.up_proj.weight", "experts.1.up_proj.weight"]
-SIZES = (0.002, 0.005, 0.01, 0.03, 0.1)  # norm of the update over the norm of the weights
+SIZES = (0.002, 0.01, 0.1)  # norm of the update over the norm of the weights
 
 
 def seeds(step: int = 0) -> torch.Tensor:
@@ -164,54 +164,3 @@ def test_weights_of_any_shape(monkeypatch, shape):
     kept = KeptShare()
     kept.add(w.bfloat16(), merge_update(w.bfloat16(), update, "name", 3), update)
     assert kept.percent == pytest.approx(100, abs=15)
-
-
-# ---- what it is for
-
-
-def layer(x_ETH: torch.Tensor, up_EFH: torch.Tensor, down_EHF: torch.Tensor) -> torch.Tensor:
-    """SwiGLU experts, each with tokens of its own, and a residual."""
-    gate, up = (x_ETH @ up_EFH.mT).chunk(2, dim=-1)
-    return x_ETH + (torch.nn.functional.silu(gate) * up) @ down_EHF.mT
-
-
-def test_the_held_out_gain_of_training_survives_the_merge():
-    """Frozen experts on e4m3's grid learn, by adapters, which words each domain prefers. The update is below 1 % of
-    the weights. On new tokens, the merged experts are as good as with adapters beside them."""
-    generator = torch.Generator().manual_seed(0)
-    H, F, R, words = 512, 256, 4, 32
-
-    def normal(*shape):
-        return torch.randn(shape, generator=generator)
-
-    tiles = [quantize_tiles(normal(EXPERTS, 2 * F, H) / H**0.5), quantize_tiles(normal(EXPERTS, H, F) / F**0.5)]
-    base = [w.dequantize(torch.float32) for w in tiles]
-    domain, head, preferred = normal(EXPERTS, 1, H), normal(words, H) / 2 / H**0.5, torch.tensor([[3], [17]])
-
-    def tokens(count):
-        """Rows of each domain, and the words that follow: half of the time the preferred one."""
-        word = torch.randint(words, (EXPERTS, count), generator=generator)
-        prefers = torch.rand(EXPERTS, count, generator=generator) < 0.5
-        return domain + 0.7 * normal(EXPERTS, count, H), torch.where(prefers, preferred, word)
-
-    def loss(weights, x, word):
-        return torch.nn.functional.cross_entropy((layer(x, *weights) @ head.T).flatten(0, 1), word.flatten())
-
-    factors = [(0.1 * normal(EXPERTS, R, w.shape[2]) / w.shape[2]**0.5, torch.zeros(*w.shape[:2], R)) for w in base]
-    optimizer = torch.optim.Adam([f.requires_grad_() for pair in factors for f in pair], lr=3e-4)
-    x, word = tokens(128)
-    for _ in range(30):
-        optimizer.zero_grad()
-        loss([w + b @ a for w, (a, b) in zip(base, factors, strict=True)], x, word).backward()
-        optimizer.step()
-
-    lows = [LowRank(a.detach(), b.detach()) for a, b in factors]
-    exact = [w + product(low) for w, low in zip(base, lows, strict=True)]
-    merged = [merge(w, low, seeds()).dequantize(torch.float32) for w, low in zip(tiles, lows, strict=True)]
-    x, word = tokens(1024)
-    before, after, of_merge, of_nearest = (
-        loss(weights, x, word).item() for weights in (base, exact, merged, [nearest(w) for w in exact]))
-    assert all(product(low).norm() < 0.01 * w.norm() for w, low in zip(base, lows, strict=True))
-    assert before - after > 0.2
-    assert (before - of_merge) / (before - after) == pytest.approx(1, abs=0.05)
-    assert (before - of_nearest) / (before - after) < 0.5

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The package as it is installed: a wheel, an sdist and an editable install import completely from anywhere. The
-Makefile sets up an environment around the torch of a GPU machine."""
+"""The package as it is installed: the wheel of an sdist imports completely from anywhere. The Makefile, which installs
+it for editing, sets up an environment around the torch of a GPU machine."""
 
 import ast
+import importlib
 import os
 import re
 import shutil
@@ -118,38 +119,16 @@ def test_installing_it_arms_the_hook_and_imports_nothing(dist, tmp_path):
 
 
 @pytest.mark.slow
-def test_editable_install_imports_completely(copy, tmp_path):
-    site = tmp_path / "site"
-    run("-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-build-isolation", "--target", site, "-e", ".",
-        cwd=copy)
-    # -S keeps out an editable install of the checkout itself; the new one's .pth files are then read by hand.
-    listing = f"import site; site.addsitedir({str(site)!r})\n{IMPORT_ALL}"
-    others = [p for p in sys.path if p and not (Path(p) / "ds_mxfp8_moe").is_dir()]
-    packages = os.pathsep.join([str(site), *others])
-    file, found = run("-S", "-c", listing, cwd=tmp_path, path=packages).splitlines()
-    assert file == str(copy / "ds_mxfp8_moe/__init__.py")
-    assert found.split() == modules()
-    # A Python that lacks the package would find the hook's entry point by metadata in its working directory.
-    assert not list(copy.glob("*.egg-info"))
-
-
-@pytest.mark.slow
 def test_metadata(dist):
     wheel, = dist.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         metadata, = [archive.read(n).decode() for n in archive.namelist() if n.endswith("/METADATA")]
         scripts, = [archive.read(n).decode() for n in archive.namelist() if n.endswith("entry_points.txt")]
         assert any(n.endswith("licenses/LICENSE") for n in archive.namelist())
-    requires = dict(re.findall(r"^Requires-(Python|Dist: deepspeed)(?:: )?(.*)$", metadata, re.M))
-    assert set(requires["Python"].split(",")) == {">=3.11", "<3.15"}
-    assert set(requires["Dist: deepspeed"].split(",")) == {">=0.19.8"}
-    assert set(re.findall(r"Provides-Extra: (\w+)", metadata)) == {"mpi", "memory", "examples", "docs", "test"}
-    assert "Description-Content-Type: text/markdown" in metadata and "Classifier: Typing :: Typed" in metadata
     description = metadata.split("\n\n", 1)[1]
     assert "## Install" in description and "](examples" not in description and "](.github" not in description
-    assert "ds_mxfp8_report = ds_mxfp8_moe.report:main" in scripts
-    assert "ds_mxfp8_plot_metrics = ds_mxfp8_moe.plot_metrics:main" in scripts
-    assert "ds_mxfp8_moe = ds_mxfp8_moe_hook:arm" in scripts
+    for module, function in re.findall(r"= (ds_mxfp8_moe\.\w+):(\w+)", scripts):
+        assert callable(getattr(importlib.import_module(module), function))
     core, extra = [{re.match(r"\w+", line)[0].lower() for line in re.findall(r"^Requires-Dist: (.*)$", metadata, re.M)
                     if ("extra ==" in line) == optional} for optional in (False, True)]
     # transformers and peft are imported where there is one of their models, matplotlib by ds_mxfp8_plot_metrics.
@@ -195,12 +174,11 @@ class cuda:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
-@pytest.mark.parametrize("stale", [False, True])
-def test_setup_keeps_the_torch_of_a_virtual_environment_that_sees_a_gpu(tmp_path, stale):
-    """Where PYTHON is found on PATH; `stale`: an environment without that torch was made before."""
+def test_setup_keeps_the_torch_of_a_virtual_environment_that_sees_a_gpu(tmp_path):
+    """Where PYTHON is found on PATH, and an environment without that torch was made before."""
     for name in ("Makefile", "setup.py", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
-    for name in ("given", ".venv") if stale else ("given", ):
+    for name in ("given", ".venv"):
         run("-m", "venv", "--without-pip", tmp_path / name, cwd=tmp_path)
     packages, = (tmp_path / "given/lib").glob("python3*/site-packages")
     for name in ("torch", "deepspeed/comm"):

@@ -68,7 +68,6 @@ def raising(x):
 
 @pytest.mark.parametrize("name, change, runs, found", [
     ("grouped_mm", with_a_wrong_row, "bf16", r"grouped_mm: signal-to-noise ratio \d"),
-    ("grouped_mm", torch.zeros_like, "bf16", "grouped_mm: signal-to-noise ratio -?0"),
     ("grouped_mm", lambda x: x * float("nan"), "bf16", "grouped_mm: signal-to-noise ratio nan"),
     ("grouped_mm", raising, "bf16", "RuntimeError: ptxas failed"),
     ("grouped_mm_weights", with_a_wrong_row, "deepspeed", "grouped_mm_weights: signal"),
@@ -120,9 +119,8 @@ def test_verdicts_are_remembered_by_kind_and_release(monkeypatch, tmp_path):
     assert all(path.suffix == ".json" for path in (tmp_path / "verdicts").iterdir())  # nothing half done is left
 
 
-@pytest.mark.parametrize("text", [
-    "", "{", "null", "[]", "5", "\xff", '{"runs": "all"}', '{"runs": "some", "found": "", "releases": {}}',
-    '{"runs": ["all"], "found": "", "releases": {}}', '{"runs": "all", "found": null, "releases": null}', "[" * 5000])
+@pytest.mark.parametrize("text", ["", "null", "\xff", '{"runs": "all"}', "[" * 5000,
+                                  '{"runs": ["all"], "found": "", "releases": {}}'])
 def test_a_file_without_a_verdict_is_none(monkeypatch, tmp_path, text):
     monkeypatch.setattr(self_check, "_run", lambda kind, device: Verdict("bf16", "broken"))
     self_check.check(kind(**SPREAD), CPU)
@@ -132,12 +130,9 @@ def test_a_file_without_a_verdict_is_none(monkeypatch, tmp_path, text):
     assert self_check.check(kind(**SPREAD), CPU) == Verdict("bf16", "broken") and len(self_check.remembered(CPU)) == 1
 
 
-def test_the_line_names_the_kernel_and_the_releases():
-    line = self_check.line_about(Verdict("bf16", "grouped_mm: wrong"), CPU)
-    assert line == ("mxfp8_moe: WARNING: MoE layers run in bf16, since a kernel is broken here: grouped_mm: wrong. "
-                    "Here: chip none, triton 0. Tested with Triton 3.6 to 3.9")
-
-
-def test_the_worst_verdict_counts():
-    good, bad = Verdict("bf16", "a"), Verdict("deepspeed", "b")
+def test_the_worst_verdict_counts_and_its_line_names_the_kernel_and_the_releases():
+    good, bad = Verdict("bf16", "a"), Verdict("deepspeed", "grouped_mm: wrong")
     assert self_check.worst([Verdict(), bad, good]) == bad and self_check.worst([]) == Verdict()
+    line = self_check.line_about(good, CPU)
+    assert line == ("mxfp8_moe: WARNING: MoE layers run in bf16, since a kernel is broken here: a. Here: chip none, "
+                    "triton 0. Tested with Triton 3.6 to 3.9")

@@ -8,7 +8,6 @@ import sys
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ds_mxfp8_moe.checkpoint.staging import PLACING, staged
@@ -116,28 +115,6 @@ def test_a_death_leaves_the_earlier_model_or_the_new_one(tmp_path, earlier, new)
     assert 1 < switch < len(found) - 3 and found == [earlier[0]] * switch + [new[0]] * (len(found) - switch)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("earlier, new", [(ONE, SOME), (SOME, ONE), (SOME, SOME)])
-def test_weights_without_a_config(tmp_path, earlier, new):
-    def write(value, size):
-        def written(folder):
-            net = net_of(8)
-            with torch.no_grad():
-                for parameter in net.parameters():
-                    parameter.fill_(value)
-            net.save_pretrained(folder, max_shard_size=size)
-            (folder / "config.json").unlink()
-        return written
-
-    def read(directory):
-        net = AutoModelForCausalLM.from_pretrained(directory, config=net_of(8).config)
-        value, = {value for parameter in net.parameters() for value in parameter.flatten().tolist()}
-        return value
-
-    found = kill_everywhere(*folders(tmp_path, write(1, earlier), write(2, new)), read)
-    assert found == sorted(found) and set(found) == {1, 2}
-
-
 @pytest.mark.parametrize("first, second", slow_except([(2, 2), (2, 4)], (2, 4)))
 def test_adapters(tmp_path, first, second):
     """With the same config, a death leaves the earlier ones or the new ones. With another, there is a moment without.
@@ -181,13 +158,3 @@ def test_a_file_in_the_place_of_the_directory(tmp_path):
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(NotADirectoryError, match="expected a folder, .*file is a file"), staged(tmp_path / "file"):
         pass
-
-
-@pytest.mark.slow
-def test_names_of_shards_take_turns(tmp_path):
-    earlier, _, run = folders(tmp_path, saved(8, SOME), saved(8, SOME))
-    for stem in ("model-1", "model", "model-1"):
-        put(earlier, run)
-        shards = [path.name for path in run.glob("*.safetensors")]
-        assert len(shards) > 2 and all(name.startswith(f"{stem}-0000") for name in shards)
-        assert all(load_file(run / name) for name in shards)

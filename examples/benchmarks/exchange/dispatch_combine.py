@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -209,8 +210,14 @@ def check(batch: Batch, calls: dict[str, Callable], row_format: RowFormat,
     return found
 
 
-def measure(case: Case, budget_s: float, transports: dict | None = None) -> list[dict]:
-    """The rows of one case. `transports`: by name. Default: those of this machine."""
+def measure(case: Case, budget_s: float, transports: dict | None = None,
+            exact: dict[str, Callable] = MappingProxyType({})) -> list[dict]:
+    """The rows of one case.
+
+    Args:
+        transports: by name. Default: those of this machine.
+        exact: by transport, a function (batch, row format) -> what combine has to give, bit for bit.
+    """
     batch, transports = Batch(case), transports or world.transports()
     described, plan_of = asdict(case), partial(Today.plan, batch.today, batch.expert_TK, batch.local)
     planners: dict = {TODAY: plan_of}
@@ -222,7 +229,9 @@ def measure(case: Case, budget_s: float, transports: dict | None = None) -> list
         plan = planners[name]()
         for dtype, row_format in batch.row_formats.items():
             calls = stages(batch, transport, plan, row_format)
-            same = partial(exchanges[f"collective, {dtype}"].stages["combine"], None) if name == "nvlink" else None
+            same = partial(exact[name], batch, row_format) if name in exact else None
+            if name == "nvlink":
+                same = partial(exchanges[f"collective, {dtype}"].stages["combine"], None)
             exchanges[f"{name}, {dtype}"] = Contender(calls, partial(check, batch, calls, row_format, same),
                                                       {"bytes": batch.bytes_on_links(row_format, "ours")})
     return timing.rows(described, exchanges, budget_s) + timing.rows(

@@ -22,11 +22,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from ds_mxfp8_moe.compute import casts
 from ds_mxfp8_moe.transport import RowFormat, Transport
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
 from ds_mxfp8_moe.transport.hops import Hops
 from exchange.dispatch_combine import Batch, Case, check, stages
-from exchange.two_nodes import as_sent
 from lib import run, show, timing, world
 from lib.show import SMALLER, Measure, bar
 from lib.timing import TOTAL, Contender
@@ -40,6 +40,13 @@ def transports(node_size: int) -> dict[str, Transport]:
     wire = "peer_memory" if world.on_gpu() else "host"
     return {FLAT: world.transport("nvlink" if world.on_gpu() else "collective"),
             TWO_HOPS: Hierarchical(Hops.of(world.group(), node_size, wire, wire))}
+
+
+def as_sent(x: torch.Tensor, row_format: RowFormat) -> torch.Tensor:
+    """float32 rows as they arrive."""
+    if row_format.mxfp8:
+        return casts.quantize(x, row_format.block_size, row_format.scaling_mode).dequantize(torch.float32)
+    return x.to(BF16).float()
 
 
 def summed(batch: Batch, row_format: RowFormat, node_size: int) -> torch.Tensor:

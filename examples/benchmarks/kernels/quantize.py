@@ -254,9 +254,9 @@ def plot(result: dict, pyplot) -> None:
     for row in result["rows"]:
         case = row["case"]
         if row.get("share"):
-            column = f"{case['shape']}, {case['dtype']}, {case['block_size']}"
-            table.setdefault(case["kernel"], {})[column] = row["share"]
-    show.heat_map(pyplot, table, "share of the bandwidth of a device copy", 0.4, 1.05)
+            of = f"{case['dtype']}, blocks of {case['block_size']}"
+            table.setdefault(f"{case['kernel']}, {case['shape']}", {})[of] = row["share"]
+    show.dots(pyplot, {"": table}, "share of the bandwidth of a device copy")
 
 
 SHOWN = show.Shown("quantize", MEASURES, [("MiB moved", "mib", "{:.0f}"), show.MS, ("TB/s", "tb_per_s", "{:.2f}"),

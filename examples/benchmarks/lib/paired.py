@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paired differences: their mean with a 95 % interval by Student's t, and how many pairs a narrower one takes."""
+"""Paired differences: their mean with a 95 % interval by Student's t."""
 
 import argparse
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from statistics import fmean, stdev
 from typing import NamedTuple
 
 CONFIDENCE = 0.95
-FOUR_OF_FIVE = 0.8416  # the 80 % quantile of the normal distribution
-MOST_PAIRS = 100_000  # that `pairs_needed` considers
 
 
 class Interval(NamedTuple):
@@ -46,10 +43,6 @@ def inside(t: float, freedom: int) -> float:
 
 def t_quantile(freedom: int) -> float:
     """The t with P(|T| <= t) = 95 %."""
-    if freedom < 1:
-        raise ValueError(f"{freedom} degrees of freedom were given; an interval needs at least 1, which is two values")
-    if freedom > 1000:
-        return 1.959964 + 2.3723 / freedom  # the first two terms of its series in 1 / freedom
     low, high = 1.9, 13.0
     while high - low > 1e-9:
         middle = (low + high) / 2
@@ -67,45 +60,16 @@ def interval(values: Sequence[float]) -> Interval:
     return Interval(mean, mean - half, mean + half, spread, len(values))
 
 
-def pairs_needed(spread: float, room: float) -> int | None:
-    """The fewest pairs whose interval ends less than `room` above the true mean in four cases of five.
-
-    None: more than MOST_PAIRS.
-    """
-
-    def fits(pairs: int) -> bool:
-        return (t_quantile(pairs - 1) + FOUR_OF_FIVE) * spread <= room * math.sqrt(pairs)
-
-    if room <= 0 or not fits(MOST_PAIRS):
-        return None
-    return 2 + bisect_left(range(2, MOST_PAIRS), True, key=fits)
-
-
-def takes(found: Interval, limit: float) -> str:
-    """A sentence to follow another: how many pairs would show a cost below `limit`, if it is what was found.
-
-    Empty: these have shown it, or no number of them would.
-    """
-    cost = max(found.mean, 0.0)
-    pairs = pairs_needed(found.spread, limit - cost)
-    if found.high <= limit or pairs is None:
-        return ""
-    return (f" If it costs {f'{cost:.2%}' if cost else 'nothing'}, about {pairs} seeds would show that it is below "
-            f"{limit:.2%}, in four cases of five.")
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Compares losses that you measured yourself, seed by seed.")
     parser.add_argument("--bf16", nargs="+", type=float, required=True, metavar="LOSS", help="one for each seed")
     parser.add_argument("--mxfp8", nargs="+", type=float, required=True, metavar="LOSS", help="of the same seeds")
-    parser.add_argument("--limit", type=float, default=0.0025, help="what it may cost, as a share of the loss")
     args = parser.parse_args(arguments)
     if len(args.bf16) != len(args.mxfp8) or len(args.bf16) < 2:
         parser.error(f"{len(args.bf16)} losses of bf16 and {len(args.mxfp8)} of MXFP8 were given; expected one of "
                      "each for every seed, and two seeds or more")
     found = interval([own / base - 1 for own, base in zip(args.mxfp8, args.bf16, strict=True)])
-    print(f"MXFP8 costs {found.mean:+.2%} of the loss, 95 % interval {found.low:+.2%} to {found.high:+.2%}."
-          f"{takes(found, args.limit)}")
+    print(f"MXFP8 costs {found.mean:+.2%} of the loss, 95 % interval {found.low:+.2%} to {found.high:+.2%}.")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from ds_mxfp8_moe.checkpoint.disk import write_whole
+
 from .world import on_gpu
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -71,10 +73,7 @@ def write(benchmark: str, rows: list[dict], path: Path, of_commit: str | None = 
     path.parent.mkdir(parents=True, exist_ok=True)
     head = json.dumps(result, indent=1)[:-2]
     lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)  # one line a row
-    # Whatever ends this process meanwhile, the rows of before are not lost.
-    unfinished = path.with_name(f"{path.name}.part")
-    unfinished.write_text(f'{head},\n "rows": [\n{lines}\n ]\n}}\n')
-    unfinished.replace(path)
+    write_whole(path, f'{head},\n "rows": [\n{lines}\n ]\n}}\n')
 
 
 def read(path: Path, benchmark: str | None = None) -> dict:

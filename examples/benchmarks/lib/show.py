@@ -5,7 +5,6 @@ What a run measured in short is a list of `Measure`s: each has one value for a c
 one is stated, and may have bars that this project's own runs must reach. These were set for H200s.
 """
 
-import math
 import statistics
 import sys
 import textwrap
@@ -223,16 +222,14 @@ def missed(shown: Shown, result: dict) -> list[str]:
 # ---- plots --------------------------------------------------------------------------------------------------------
 
 
-def lines(pyplot, panels: dict[str, dict[str, list]], xlabel: str, ylabel: str,
-          of_panels: dict[str, dict] | None = None, **settings) -> None:
+def lines(pyplot, panels: dict[str, dict[str, list]], xlabel: str, ylabel: str, **settings) -> None:
     """Panels with one line for each series of points: {title: {series: [(x, y), ...]}}.
 
     Series of one color in a panel, which are a contender's, have lines of different styles. Values that are all
     positive have an axis from zero, unless it is logarithmic.
 
     Args:
-        panels: a point may be (x, y, low, high): the area between low and high is shaded.
-        settings: of each axis. `of_panels`: instead of them, by the panel's title.
+        settings: of each axis.
     """
     from matplotlib.ticker import LogLocator, NullFormatter
     names = dict.fromkeys(name for series in panels.values() for name in series)
@@ -241,15 +238,13 @@ def lines(pyplot, panels: dict[str, dict[str, list]], xlabel: str, ylabel: str,
              for name in names}
     for axis, (title, series) in zip(_axes(pyplot, len(panels), 2.7), panels.items(), strict=True):
         for name, points in series.items():
-            x, y, *band = zip(*sorted(points), strict=True)
+            x, y = zip(*sorted(points), strict=True)
             axis.plot(x, y, style[name], color=of[name], linewidth=1.4)
             axis.plot(x, y, ".", color=of[name], markersize=5)
-            if band:
-                axis.fill_between(x, *band, color=of[name], alpha=0.15, linewidth=0)
         values = [point[1] for points in series.values() for point in points]
         if settings.get("yscale") != "log" and min(values, default=-1) >= 0:
             axis.set_ylim(0, 1.05 * max(values))
-        axis.set(title=title, xlabel=xlabel, ylabel=ylabel, **settings | (of_panels or {}).get(title, {}))
+        axis.set(title=title, xlabel=xlabel, ylabel=ylabel, **settings)
         for scale, one in (("xscale", axis.xaxis), ("yscale", axis.yaxis)):
             if settings.get(scale) == "log":  # plain numbers in place of powers of ten
                 one.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -258,14 +253,14 @@ def lines(pyplot, panels: dict[str, dict[str, list]], xlabel: str, ylabel: str,
     _legend(pyplot, [pyplot.Line2D([], [], color=of[name], linestyle=style[name], label=name) for name in names])
 
 
-def spans(pyplot, panels: dict[str, dict[str, list[float]]], xlabel: str, most: float = math.inf) -> None:
+def spans(pyplot, panels: dict[str, dict[str, list[float]]], xlabel: str) -> None:
     """A forest plot: panels with a row for each contender, with its values as ticks, their number, and their mean with
-    its 95 % interval. All panels have the same scale, with zero in the middle. `most`: where it ends, at most."""
+    its 95 % interval. All panels have the same scale, with zero in the middle."""
     of = colors(name for rows in panels.values() for name in rows)
     tallest = max((len(rows) for rows in panels.values()), default=1)
     farthest = max((abs(value) for rows in panels.values() for values in rows.values()
                     for value in (*values, *(end for end in interval(values)[1:3] if end is not None))), default=1)
-    end = min(1.05 * farthest, most)
+    end = 1.05 * farthest
     for axis, (title, rows) in zip(_axes(pyplot, len(panels), 0.8 + 0.3 * tallest), panels.items(), strict=True):
         for y, (name, values) in enumerate(rows.items()):
             mean = interval(values)
@@ -300,25 +295,6 @@ def dots(pyplot, panels: dict[str, dict[str, dict[str, float]]], xlabel: str, bo
         handles.append(pyplot.Line2D([], [], color="black", marker="|", markersize=11, markeredgewidth=1.6,
                                      linestyle="", label=bound))
     _legend(pyplot, handles)
-
-
-def heat_map(pyplot, table: dict[str, dict[str, float]], label: str, low: float, high: float) -> None:
-    """A cell for each row and column that has a value, which stands in it: {row: {column: value}}. `low`, `high`: the
-    values of the lightest and the darkest color."""
-    columns = list(dict.fromkeys(column for row in table.values() for column in row))
-    figure, axis = pyplot.subplots(figsize=(WIDTH, 1.6 + 0.28 * len(table)), layout="constrained")
-    values = [[row.get(column, math.nan) for column in columns] for row in table.values()] or [[math.nan]]
-    image = axis.imshow(values, cmap="Blues", vmin=low, vmax=high, aspect="auto")
-    for y, row in enumerate(values):
-        for x, value in enumerate(row):
-            if value == value:
-                axis.text(x, y, f"{value:.2f}", ha="center", va="center",
-                          color="white" if value > (low + high) / 2 else "black")
-    axis.set_xticks(range(len(columns)), columns, rotation=35, ha="right", rotation_mode="anchor")
-    axis.set_yticks(range(len(table)), list(table))
-    axis.tick_params(length=0)
-    axis.spines[:].set_visible(False)
-    figure.colorbar(image, ax=axis, label=label, fraction=0.03, pad=0.02)
 
 
 def stacked(pyplot, panels: dict[str, dict[str, dict[str, float]]], xlabel: str,

@@ -4,13 +4,10 @@
 With several ranks, a time is that of the slowest rank, sample by sample.
 """
 
-import shutil
-import subprocess
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -268,23 +265,3 @@ def poisoned() -> Iterator[None]:
             yield
         finally:
             torch.use_deterministic_algorithms(False)
-
-
-@contextmanager
-def clock() -> Iterator[dict]:
-    """Fills in the medians of clock (MHz) and power (W) of this rank's GPU inside the context, by nvidia-smi."""
-    found: dict = {}
-    if not (world.on_gpu() and shutil.which("nvidia-smi")):
-        yield found
-        return
-    gpu = f"GPU-{torch.cuda.get_device_properties(device()).uuid}"
-    with subprocess.Popen(["nvidia-smi", f"--id={gpu}", "--query-gpu=clocks.sm,power.draw", "--loop-ms=200",
-                           "--format=csv,noheader,nounits"], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield found
-        finally:
-            process.terminate()
-            lines = [line.split(",") for line in process.stdout.read().splitlines()]
-    pairs = [line for line in lines if len(line) == 2]
-    found.update({name: round(median(float(pair[i]) for pair in pairs))
-                  for i, name in enumerate(("clock_mhz", "power_w")) if pairs})

@@ -4,7 +4,6 @@
 Every rank runs the same calls in the same order.
 """
 
-import itertools
 import os
 import shlex
 import socket
@@ -27,8 +26,6 @@ BF16 = torch.bfloat16
 TIMEOUT = timedelta(minutes=1)
 STARTED = psutil.Process().create_time()
 ENDING_S = 6.0  # of a run's time, for its tables and its plot
-ALONE_S = 25.0  # after which a rank that failed takes its peers for stuck; they may still compile
-CALLS = itertools.count()  # of `everywhere`; equal on all ranks
 FAILURES: list[str] = []  # that `everywhere` met; equal on all ranks
 
 
@@ -161,8 +158,8 @@ def largest(x: torch.Tensor) -> torch.Tensor:
 def everywhere(call: Callable[[], dict]) -> dict:
     """What `call` returns on rank 0. "correct" is False, with the first "failure", if it raises on any rank.
 
-    If it raises here and some rank does not come to its end, this process ends, and with it the run. It also ends when
-    ranks have lost each other.
+    If some rank does not come to its end, the process group's timeout ends the run. It also ends when ranks have lost
+    each other.
     """
     try:
         found = call()
@@ -170,24 +167,12 @@ def everywhere(call: Callable[[], dict]) -> dict:
         sys.exit(f"rank {rank()}: {type(error).__name__}: {error}")
     except Exception as error:  # one contender's failure must not cost the run, whose machine is lent for minutes
         found = {"correct": False, "failure": f"{type(error).__name__}: {error}"[:300]}
+        print(f"rank {rank()}: {found['failure']}", file=sys.stderr, flush=True)  # peers may be stuck without it
     if not dist.is_initialized():
         return found
-    _wait_for_all(found)
     found_by: list = [None] * size()
     dist.all_gather_object(found_by, found)
     failures = [f"rank {r}: {one['failure']}" for r, one in enumerate(found_by) if "failure" in one]
     FAILURES.extend(failures)
     return {**found_by[0], "correct": all(one.get("correct", True) for one in found_by),
             **({"failure": failures[0]} if failures else {})}
-
-
-def _wait_for_all(found: dict) -> None:
-    """Tells the other ranks that this one is through. If it failed, it waits for them until ALONE_S."""
-    store, key = dist.distributed_c10d._get_default_store(), f"everywhere/{next(CALLS)}"
-    arrived, end = store.add(key, 1), time.monotonic() + ALONE_S
-    while "failure" in found and arrived < size():
-        if time.monotonic() > end:  # peers wait for this rank in the call's own exchanges
-            sys.exit(f"rank {rank()}: {found['failure']}; {size() - arrived} of {size()} ranks have not come to the "
-                     f"end of the same in {ALONE_S:.0f} s more")
-        time.sleep(0.05)
-        arrived = store.add(key, 0)

@@ -254,8 +254,7 @@ def train_run(one: Run, args: argparse.Namespace) -> dict:
     layers = train.moe_layers(engine)
     converted = converted_layers(engine.module)
     quantized = [layer for layer in converted if layer.mxfp8_settings.recipe.quantize_gemm]
-    curves: dict[str, dict[str, float]] = {name: {} for name in (
-        "loss", "grad_norm", "busiest_expert", "heldout_loss", "heldout_loss_bf16")}
+    curves: dict[str, dict[str, float]] = {name: {} for name in ("loss", "heldout_loss", "heldout_loss_bf16")}
 
     def note(step: int, **figures: float) -> None:
         for name, value in figures.items():
@@ -270,8 +269,7 @@ def train_run(one: Run, args: argparse.Namespace) -> dict:
                 note(step, heldout_loss_bf16=train.heldout_loss(engine, heldout, settings))
 
     evaluate(0)
-    load = train.ExpertLoad(layers)
-    total, norms = torch.zeros((), device=engine.device), []
+    total, summed = torch.zeros((), device=engine.device), 0
     for done in range(1, args.steps + 1):
         # What a step draws at random depends on seed, step and rank alone, so that runs of a seed draw the same.
         torch.manual_seed((one.seed * 1_000_003 + done) * world.size() + world.rank())
@@ -281,17 +279,15 @@ def train_run(one: Run, args: argparse.Namespace) -> dict:
             engine.backward(cross_entropy + settings.moe_loss_coeff * aux_loss)
             engine.step()
             total += cross_entropy.detach() / len(batches)
-        norms.append(engine.get_global_grad_norm())
+        summed += 1
         last = done == args.steps
         if last or done % max(1, args.steps // LOGGED) == 0:
-            loss, = train.mean_over_ranks([total.item() / len(norms)], engine.device)
-            note(done, loss=loss, grad_norm=float(sum(norms) / len(norms)),
-                 busiest_expert=load.read() / layers[0].num_experts)
+            loss, = train.mean_over_ranks([total.item() / summed], engine.device)
+            note(done, loss=loss)
             total.zero_()
-            norms.clear()
+            summed = 0
         if last or done % max(1, args.steps // EVALUATED) == 0:
             evaluate(done)
-            load = train.ExpertLoad(layers)  # whose counts leave out what was evaluated
     row = {"case": case, "contender": one.recipe, "section": section, "machine": results_file.machine(),
            "moe_layers": len(layers), "layers_converted": len(converted), "layers_quantized": len(quantized),
            "seconds": round(time.time() - begin, 1), "heldout_loss": curves["heldout_loss"][str(args.steps)],

@@ -165,7 +165,7 @@ def _range(values: list[float]) -> str:
 
 def quality(study: dict) -> str:
     """The paired study of convergence.py in one sentence, of the default recipe. `study`: its result, prepared."""
-    found = [row for row in study["rows"] if convergence_results.answers(row) and row["contender"] == "default_128"]
+    found = [row for row in convergence_results.compared(study) if row["contender"] == "default_128"]
     told = ", ".join(f"{row['difference']:+.2%} [{row['low']:+.2%}, {row['high']:+.2%}] at {row['case']['size']}"
                      for row in found)
     return (f"[Quality](examples/guides/quality.md): {found[0]['pairs']} paired runs of each size. Held-out loss "

@@ -275,8 +275,7 @@ def measure(case: Case, budget_s: float, training: Training, before: int) -> dic
     for _ in range(max(2, math.ceil(WARM_UP / case.micro_batches)) - 1):
         training.step()
     one_ms, = training.steps_ms(1)
-    with timing.clock() as clock:
-        step = timing.spread_ms(training.steps_ms(max(LEAST, min(MOST, int(budget_s * 1e3 / one_ms)))))
+    step = timing.spread_ms(training.steps_ms(max(LEAST, min(MOST, int(budget_s * 1e3 / one_ms)))))
     peak = accelerator.max_memory_allocated() - before + (models.staging_bytes(layers[0]) if layers else 0)
     losses = world.gathered(torch.stack(training.losses[:COMPARED])).mean(0).tolist()
     rates = {quantile: 1e3 * case.tokens * case.micro_batches / ms for quantile, ms in step.items()}
@@ -287,34 +286,11 @@ def measure(case: Case, budget_s: float, training: Training, before: int) -> dic
     return {**step, "tokens_per_s": round(rates["median_ms"]), "tokens_per_s_p10": round(rates["p90_ms"]),
             "tokens_per_s_p90": round(rates["p10_ms"]), "tflops": round(tflops, 4),
             **({"utilisation": round(tflops / most_tflops, 4)} if most_tflops else {}),
-            **({"peak_bytes": int(world.largest(torch.tensor([peak])).item()), **clock} if on_gpu() else {}),
-            # Hooks of compiled layers would be compiled with them.
-            **({"starved": round(starved(training), 3)} if on_gpu() and not case.compiled else {}),
+            **({"peak_bytes": int(world.largest(torch.tensor([peak])).item())} if on_gpu() else {}),
             **training.about, "tokens_per_expert": tokens_per_expert,
             **(models.experts_in(engine, tokens_per_expert) if layers else {}),
             "losses": [round(loss, 5) for loss in losses], "gradient_norm": round(norm, 6),
             "correct": all(map(math.isfinite, losses))}
-
-
-def starved(training: Training) -> float:
-    """Of the moments at which the host begins a module of a decoder layer, forward or backward, the share at which the
-    device has nothing left to do. Runs a step."""
-    idle, stream = [], torch.cuda.current_stream()
-
-    def begins(*_) -> None:
-        idle.append(stream.query())
-
-    def ends(_layer, _inputs, output) -> None:
-        (output[0] if isinstance(output, tuple) else output).register_hook(begins)
-
-    parts = [part for layer in training.engine.module.modules() if type(layer).__name__.endswith("DecoderLayer")
-             for part in layer.children()]
-    hooks = [add(call) for part in parts for add, call in ((part.register_forward_pre_hook, begins),
-                                                           (part.register_forward_hook, ends))]
-    training.step()
-    for hook in hooks:
-        hook.remove()
-    return sum(idle) / len(idle)
 
 
 def profile(case: Case, step_ms: float, training: Training, before: int) -> dict:
