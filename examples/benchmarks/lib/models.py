@@ -30,8 +30,8 @@ SCRATCH_BYTES = 6e9  # DeepSpeed's buckets, one group's gradients in float32, st
 LEARNING_RATE = 3e-3
 # The section of every contender of ours. With the check, a broken kernel would be measured as DeepSpeed's path.
 OURS = {"enabled": True, "debug": {"self_check": False}}
-# Plain AutoEP records router logits in a way that fails with transformers from 5.23 on. No benchmark needs them.
-base._install_instance_transformers_output_recorders = lambda *_: True
+# Plain AutoEP records router logits in a way that fails with transformers from 5.23 on. It has another one.
+base._install_instance_transformers_output_recorders = lambda *_: None
 IMBALANCE = 2  # rows of the fullest expert over the mean: what the dropless classic layer pads every expert to
 
 
