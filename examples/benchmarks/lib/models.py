@@ -86,7 +86,7 @@ class Size:
 
 SIZES = {name: Size(**figures)
          for name, figures in yaml.safe_load(Path(__file__).with_name("sizes.yaml").read_text()).items()}
-FULL_SIZES, ONE_RANK_SIZES = ("deepseek", "qwen3", "mixtral"), ("deepseek-8x8", "deepseek-6x64")
+FULL_SIZES = ("deepseek", "qwen3", "mixtral")
 
 
 def hugging_face(size: Size, layers: int) -> nn.Module:
@@ -145,12 +145,11 @@ def timer(waits: bool = False) -> dict:
     return {"timers": {"throughput": {"synchronized": waits}}}
 
 
-def engine_of(size: Size, layers: int, ep: int, zero: int, overflow_check: bool | None = None, *, classic: bool,
-              section: dict | None, drop: bool = False, **more) -> nn.Module:
+def engine_of(size: Size, layers: int, ep: int, zero: int, *, classic: bool, section: dict | None, drop: bool = False,
+              **more) -> nn.Module:
     """A DeepSpeed engine as users make it; ours by the section "mxfp8_moe".
 
     Args:
-        overflow_check: DeepSpeed's bf16.check_grad_overflow. None leaves it out.
         drop: classic layers drop tokens beyond a capacity.
         more: other keys of the config.
     """
@@ -158,8 +157,6 @@ def engine_of(size: Size, layers: int, ep: int, zero: int, overflow_check: bool 
     adamw = {"lr": LEARNING_RATE / size.ffn, "torch_adam": True, "fused": True}
     config = {"train_micro_batch_size_per_gpu": size.batch, "bf16": {"enabled": True}, **timer(),
               "zero_optimization": {"stage": zero}, "optimizer": {"type": "AdamW", "params": adamw}, **more}
-    if overflow_check is not None:
-        config["bf16"]["check_grad_overflow"] = overflow_check
     if classic:
         for layer in model.model.layers:
             layer.mlp = Classic(layer.mlp, size, ep, drop)

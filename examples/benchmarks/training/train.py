@@ -8,15 +8,10 @@ experts. Each trains with even routing first, which every router is made to give
 with one micro-batch in a step and with gradients accumulated over several. The losses, and the first step's gradient
 norm, are the check. A model has as many layers as `Size.bytes_of` says fit.
 
-One rank, without a launcher, trains two small models with even routing, with DeepSpeed's bf16.check_grad_overflow and
-without. What counts there is how close a step comes to the sum of its kernels, which a profiler takes in engines of
-their own after all times.
-
 One contender at a time is in memory. Rows are added to what the result file has, so that a run of ten minutes goes on
 where the last one ended.
 
     torchrun --nproc-per-node 8 examples/benchmarks/training/train.py  # again, until nothing is lacking
-    python examples/benchmarks/training/train.py                       # one rank
 """
 
 import argparse
@@ -36,7 +31,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from exchange.moe_layer import RECIPES
-from lib import models, results_file, run, show, timing, world
+from lib import models, results_file, run, show, world
 from lib.show import Measure, bar
 from lib.timing import apart_ms, moment, spread_ms
 from lib.trainings import complete, found, key, settle
@@ -53,11 +48,7 @@ REFERENCES = (AUTOEP, OURS_BF16, CLASSIC)
 
 @dataclass(frozen=True)
 class Case:
-    """Steps of an engine: `steps` are timed, each of `accumulation` micro-batches on every rank.
-
-    Attributes:
-        overflow_check: DeepSpeed's bf16.check_grad_overflow. None: the default, which the case does not mention.
-    """
+    """Steps of an engine: `steps` are timed, each of `accumulation` micro-batches on every rank."""
 
     size: str
     layers: int
@@ -67,7 +58,6 @@ class Case:
     steps: int
     routing: str
     accumulation: int
-    overflow_check: bool | None = None
 
     @property
     def shape(self) -> models.Size:
@@ -81,8 +71,7 @@ class Case:
     def described(self) -> dict:
         """The case in a result file. tokens_per_rank: of a micro-batch."""
         size = self.shape
-        told = {key: value for key, value in asdict(self).items() if value is not None}
-        return {**told, "dp": self.ranks // self.ep, "hidden": size.hidden, "ffn": size.ffn,
+        return {**asdict(self), "dp": self.ranks // self.ep, "hidden": size.hidden, "ffn": size.ffn,
                 "experts": size.experts, "top_k": size.top_k, "tokens_per_rank": size.tokens,
                 "tokens_per_expert": self.tokens_per_expert,
                 "predicted_bytes": round(size.bytes_of(self.layers, self.ranks))}
@@ -177,12 +166,6 @@ def measure(training: Training, case: Case, before: int) -> dict:
             "gradient_norm": round(training.norms[first], 6), "correct": all(map(math.isfinite, losses))}
 
 
-def profile(training: Training, case: Case, before: int) -> dict:
-    for _ in range(WARM_UP):
-        training.step()
-    return timing.profiled(training.step)
-
-
 class Run(NamedTuple):
     """One contender's engine, in cases that differ in none of its properties."""
 
@@ -190,24 +173,22 @@ class Run(NamedTuple):
     contender: str
 
     def __str__(self) -> str:
-        unchecked = "without overflow check, " if self.cases[0].overflow_check is False else ""
-        return f"{self.cases[0].size}, {self.cases[0].layers} layers, {unchecked}{self.contender}"
+        return f"{self.cases[0].size}, {self.cases[0].layers} layers, {self.contender}"
 
     def key(self, case: Case) -> tuple:
         return key({"case": case.described(), "contender": self.contender})
 
     def build(self) -> Training:
         case = self.cases[0]
-        return Training(CONTENDERS[self.contender](case.shape, case.layers, case.ep, case.zero, case.overflow_check),
-                        case.shape)
+        return Training(CONTENDERS[self.contender](case.shape, case.layers, case.ep, case.zero), case.shape)
 
-    def rows(self, call: Callable[[Training, Case, int], dict]) -> Iterator[tuple[Case, dict]]:
-        """Each case with what `call` says of it; collective."""
+    def rows(self) -> Iterator[tuple[Case, dict]]:
+        """Each case with what was measured; collective."""
 
         def trained(case: Case, training: Training, before: int) -> dict:
             models.route(training.engine, case.shape, case.routing)
             training.accumulation = case.accumulation
-            return call(training, case, before)
+            return measure(training, case, before)
 
         return zip(self.cases, found(self.build, [partial(trained, case) for case in self.cases]), strict=True)
 
@@ -216,44 +197,31 @@ class Run(NamedTuple):
 
 
 def fill(args: argparse.Namespace, rows: dict[tuple, dict], commit: str | None) -> Iterator[None]:
-    """Adds the times that the rows lack, and yields whenever they are to be written. Then, on one GPU, what the device
-    does in a step. An engine runs all its cases again if one is lacking."""
+    """Adds the times that the rows lack, and yields whenever they are to be written. An engine runs all its cases
+    again if one is lacking."""
     runs = [Run(cases, name) for cases in cases_of(args) for name in args.contenders]
     lacking = [one for one in runs if any(one.key(case) not in rows for case in one.cases)]
     for one in world.in_time(lacking, args.seconds):
-        for case, told in one.rows(measure):
+        for case, told in one.rows():
             rows[one.key(case)] = {"case": case.described(), "contender": one.contender, "commit": commit, **told}
             settle(rows.values(), REFERENCES)
             yield
-    lacking = [one for one in runs if any("median_ms" in (row := rows.get(one.key(case), {}))
-                                          and "kernels_ms" not in row for case in one.cases)]
-    for one in world.in_time(lacking if world.size() == 1 and on_gpu() else [], args.seconds):
-        for case, told in one.rows(profile):
-            if "failure" not in told:
-                rows[one.key(case)] |= {**told, "correct": rows[one.key(case)]["correct"]}
-        yield
 
 
 def cases_of(args: argparse.Namespace) -> list[tuple[Case, ...]]:
-    """What was asked for, by engine, with the experts over all ranks. One rank: with and without DeepSpeed's check for
-    overflow."""
+    """What was asked for, by engine, with the experts over all ranks."""
     ranks = world.size()
-    alone = ranks == 1
     memory = torch.cuda.mem_get_info()[1] if on_gpu() else 2 * models.SCRATCH_BYTES
     found = []
-    sizes = models.ONE_RANK_SIZES if alone else models.FULL_SIZES
-    checks, counts = ((True, False), (1, )) if alone else ((None, ), (1, 4))
-    routings = args.routings or (ROUTINGS[:1] if alone else ROUTINGS)
-    for name in args.sizes or (sizes if on_gpu() else ("tiny", )):
+    for name in args.sizes or (models.FULL_SIZES if on_gpu() else ("tiny", )):
         size = models.SIZES[name]
         layers = size.most_layers(ranks, memory)
         if not layers:
             world.say(f"{name}: no layer fits into {memory / 2**30:.0f} GiB on each of {ranks} ranks")
             continue
         of = name, layers, args.zero, ranks, ranks
-        found += [tuple(Case(*of, math.ceil(args.steps / count), routing, count, checked)
-                        for count in sorted(set(args.accumulation or counts)) for routing in routings)
-                  for checked in checks]
+        found.append(tuple(Case(*of, math.ceil(args.steps / count), routing, count)
+                           for count in sorted(set(args.accumulation)) for routing in args.routings))
     return found
 
 
@@ -266,24 +234,11 @@ def prepare(result: dict) -> list[dict]:
     return [{**row, "case": {key: row["case"][key] for key in keys if key in row["case"]}} for row in result["rows"]]
 
 
-def on_one_rank(case: dict) -> bool:
-    return case["ranks"] == 1
-
-
-def on_ranks(case: dict) -> bool:
-    return case["ranks"] > 1
-
-
 MEASURES = [
     Measure(f"tokens per second: {HP} over {AUTOEP}", (HP, ), AUTOEP, bars=tuple(
-        bar(1.15 if size == "mixtral" else 1.25, size=size) for size in models.FULL_SIZES + models.ONE_RANK_SIZES)),
-    Measure(f"one rank, tokens per second: {HP_CLASSIC} over {CLASSIC}", (HP_CLASSIC, ), CLASSIC, when=on_one_rank,
-            bars=(bar(1.6, size="deepseek-8x8"), bar(3.0, size="deepseek-6x64", overflow_check=True),
-                  bar(2.5, size="deepseek-6x64", overflow_check=False))),
-    Measure(f"several ranks, tokens per second: {HP_CLASSIC} over {CLASSIC}", (HP_CLASSIC, ), CLASSIC, when=on_ranks),
+        bar(1.15 if size == "mixtral" else 1.25, size=size) for size in models.FULL_SIZES)),
+    Measure(f"tokens per second: {HP_CLASSIC} over {CLASSIC}", (HP_CLASSIC, ), CLASSIC),
     Measure(f"tokens per second: {HP} over {OURS_BF16}", (HP, ), OURS_BF16),
-    Measure(f"one rank, time of a step: {HP_CLASSIC}, of {HP}", (HP_CLASSIC, ), HP, when=on_one_rank,
-            better=show.SMALLER, bars=(bar(1.12, size="deepseek-8x8"), bar(1.35, size="deepseek-6x64"))),
     Measure("peak memory with staging, of AutoEP's", (HP, MXFP8), AUTOEP, "peak_bytes", better=show.SMALLER,
             form="{:.1%}", bars=(bar(1.0), ))]
 
@@ -315,12 +270,12 @@ def main() -> None:
     parser = run.parser(__doc__, seconds=540)
     parser.add_argument("--sizes", nargs="+", choices=models.SIZES, help="default: those that fill GPUs; on CPUs tiny")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME")
-    parser.add_argument("--accumulation", nargs="+", type=run.one_or_more, metavar="N",
-                        help="micro-batches of a step, one case after the other in one engine (default: 1 4; on one "
-                        "rank 1); losses compare between contenders that have run the same cases before")
+    parser.add_argument("--accumulation", nargs="+", type=run.one_or_more, metavar="N", default=[1, 4],
+                        help="micro-batches of a step, one case after the other in one engine (default: 1 4); losses "
+                        "compare between contenders that have run the same cases before")
     parser.add_argument("--routings", nargs="+", choices=(*ROUTINGS, *models.UNEVEN), metavar="ROUTING",
-                        help=f"some of {', '.join((*ROUTINGS, *models.UNEVEN))} (default: the first two; on one rank "
-                        "the first)")
+                        default=ROUTINGS, help=f"some of {', '.join((*ROUTINGS, *models.UNEVEN))} (default: the first "
+                        "two)")
     parser.add_argument("--zero", type=int, choices=(1, 2), default=1, help="stage (default: %(default)s)")
     parser.add_argument("--steps", type=run.one_or_more, default=10,
                         help="timed in each case, counted in micro-batches (default: %(default)s)")
