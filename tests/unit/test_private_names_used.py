@@ -17,35 +17,23 @@ KNOWN = {"_asdict", "_make", "_replace",  # of named tuples
          "_reinterpret"}  # of Triton until 3.8 (gluon_names.py)
 
 
-def is_private(name: object) -> bool:
-    return isinstance(name, str) and re.fullmatch(r"_[A-Za-z0-9]\w*", name) is not None
-
-
 def names_in(tree: ast.AST) -> tuple[set[str], dict[str, int]]:
-    """The names that a source defines, and those that it uses, with a line."""
+    """The names that a source defines, and those with an underscore that it uses, with a line."""
     own, used = set(), {}
     for node in ast.walk(tree):
         found = []
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            own.add(node.name)
-        elif isinstance(node, ast.arg):
-            own.add(node.arg)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            own.add(node.id)
-        elif isinstance(node, ast.Attribute):
-            found = [node.attr]
-            if isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id in (
-                    "self", "twin"):
-                own.add(node.attr)
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            found = [alias.name for alias in node.names] + (node.module or "").split(".")
-        elif isinstance(node, ast.Import):
-            found = [part for alias in node.names for part in alias.name.split(".")]
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in BY_NAME:
-            found = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
-        elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-            found = [node.slice.value]
-        used |= {name: node.lineno for name in found if is_private(name)}
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
+                own.add(name)
+            case (ast.Name(id=name, ctx=ast.Store())
+                  | ast.Attribute(attr=name, value=ast.Name(id="self" | "twin"), ctx=ast.Store())):
+                own.add(name)
+            case ast.Call(func=ast.Name(id=function), args=args) if function in BY_NAME:
+                found = [one.value for one in args if isinstance(one, ast.Constant)]
+            case (ast.Attribute(attr=name) | ast.Subscript(slice=ast.Constant(value=str(name)))
+                  | ast.alias(name=name) | ast.ImportFrom(module=str(name))):
+                found = name.split(".")
+        used |= {name: node.lineno for name in map(str, found) if re.fullmatch(r"_[A-Za-z0-9]\w*", name)}
     return own, used
 
 
