@@ -61,8 +61,15 @@ def encode_bytes(text: bytes) -> np.ndarray:
     return np.concatenate(([SEPARATOR], np.frombuffer(text, np.uint8))).astype(np.int16)
 
 
-def hf_encoder(tokenizer) -> Encode:
-    """A function that encodes with a Hugging Face tokenizer, to int32."""
+def encoder_of(model: str | None) -> Encode:
+    """Encodes with the tokenizer of a Hugging Face model, to int32. Into bytes, if its files have none.
+
+    If it is not a path, it is the name of a model, and transformers finds its tokenizer.
+    """
+    if not model or Path(model).exists() and not (Path(model) / "tokenizer_config.json").is_file():
+        return encode_bytes
+    from transformers import AutoTokenizer
+    tokenizer = AutoTokenizer.from_pretrained(model)
     return lambda text: np.asarray(tokenizer(text.decode(errors="replace"))["input_ids"], np.int32)
 
 

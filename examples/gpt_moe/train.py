@@ -191,11 +191,7 @@ def heldout_loss(engine, windows: data.Windows, args) -> float:
 
 def load_data(args, seq_len: int) -> tuple[data.Windows, data.Windows]:
     """(training windows of --data, held-out windows of --heldout_data)"""
-    encode, path = data.encode_bytes, Path(args.hf_model or "")
-    # If it is not a path, it is the name of a model, and transformers finds its tokenizer.
-    if args.hf_model and (not path.exists() or (path / "tokenizer_config.json").is_file()):
-        from transformers import AutoTokenizer
-        encode = data.hf_encoder(AutoTokenizer.from_pretrained(args.hf_model))
+    encode = data.encoder_of(args.hf_model)
     try:
         train, heldout = data.split(data.documents(args.data))
         if args.heldout_data and args.heldout_data != args.data:

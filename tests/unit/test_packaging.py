@@ -6,6 +6,7 @@ import ast
 import importlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -50,15 +51,8 @@ def modules() -> list[str]:
 def copy(tmp_path_factory):
     """The checkout's files as a fresh clone has them, and a CUDA source: builds leave their traces in this copy."""
     target = tmp_path_factory.mktemp("clone")
-    files = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"], cwd=ROOT,
-                           check=True, capture_output=True, text=True).stdout.split("\0")
-    for name in filter(None, files):
-        source, path = ROOT / name, target / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if source.is_symlink():
-            path.symlink_to(os.readlink(source))
-        elif source.is_file():
-            path.write_bytes(source.read_bytes())
+    files = "git ls-files --cached --others --exclude-standard -z | tar --null --files-from - --ignore-failed-read -c"
+    subprocess.run(f"{files} | tar -x -C {shlex.quote(str(target))}", shell=True, cwd=ROOT, check=True)
     probe = target / "ops/csrc/probe/kernel.cuh"
     probe.parent.mkdir(parents=True)
     probe.write_text("// a CUDA source in a folder of its own\n")

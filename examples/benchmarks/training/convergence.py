@@ -111,15 +111,6 @@ def section_of(one: Run, args: argparse.Namespace) -> dict:
 # ---- data ---------------------------------------------------------------------------------------------------------
 
 
-def encoder(model: str | None) -> data.Encode:
-    """Of a Hugging Face model that has a tokenizer. Else bytes."""
-    if model and not train.models.is_yaml(model) and (
-            not Path(model).exists() or (Path(model) / "tokenizer_config.json").is_file()):
-        from transformers import AutoTokenizer
-        return data.hf_encoder(AutoTokenizer.from_pretrained(model))
-    return data.encode_bytes
-
-
 def store_tokens(source: str, folder: Path, model: str | None = None) -> None:
     """Writes the tokens of a source's texts for memory-maps, once.
 
@@ -134,7 +125,7 @@ def store_tokens(source: str, folder: Path, model: str | None = None) -> None:
         if there != of:
             sys.exit(f"--tokens {folder} has those of --data {there}, not of {of}: name another folder")
         return
-    encode = encoder(model)
+    encode = data.encoder_of(model)
     parts: dict[str, list] = {"training": [], "heldout": []}
     seen, whole = set(), hashlib.sha256()
     for text in data.documents(source):
