@@ -12,7 +12,7 @@ import torch
 import ds_mxfp8_moe
 from ds_mxfp8_moe.config import ConfigError
 from ds_mxfp8_moe.engine.flash_adamw import about_masters
-from tests.support.autoep_models import ds_config, model, train_engine, weights
+from tests.support.autoep_models import ds_config, engine_of, model, train_engine, weights
 from tests.support.engine_cases import enabled
 from tests.support.slow import WIDE
 from tests.support.trainers import trainer_of
@@ -84,6 +84,23 @@ def resumed(directory, stage: int) -> tuple[list[float], list[float]]:
 def test_a_checkpoint_goes_on_with_the_same_bits(ranks2, tmp_path, stage):
     for losses, last in ranks2.run(resumed, tmp_path, stage):
         assert losses[4:] == last
+
+
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
+ON_THE_HOST = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+               "zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+
+
+def four_steps(section: dict | None, stage: int, changes: dict) -> list[float]:
+    return train_engine(engine_of(model(), section, stage, **changes), range(4))
+
+
+@pytest.mark.parametrize("stage, changes", [
+    pytest.param(2, MUON, marks=WIDE), pytest.param(1, ON_THE_HOST, marks=WIDE), (3, ON_THE_HOST)], ids=str)
+def test_other_optimizers_train_as_without_expert_parallelism(ranks2, stage, changes):
+    for losses, plain in zip(ranks2.run(four_steps, SECTION, stage, changes),
+                             ranks2.run(four_steps, None, stage, changes), strict=True):
+        assert losses == pytest.approx(plain, rel=1e-3)
 
 
 @enabled()
