@@ -15,7 +15,7 @@ expression, not by a name.
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import cache, wraps
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ from .mx import MXTensor
 MOST_KEYS, MOST_DISTANCES = 512, 16  # programs are kept for this many keys, and this many distances of one key
 _PROGRAMS: dict[tuple, dict] = {}  # by key and distances; they hold no tensors
 _TENSOR = object()  # stands for a plain tensor
+_from_python = False  # see from_python
 
 
 class Weights(NamedTuple):
@@ -92,7 +93,20 @@ class _MX(NamedTuple):
 @cache
 def executor_for(device: torch.device) -> ModuleType | None:
     """The executor, which is built at its first use. None: the host launches from Python on this device."""
-    return None if not has_kernels(device) or unknown_launcher() else replay.try_load()[0]
+    return None if _from_python or not has_kernels(device) or unknown_launcher() else replay.try_load()[0]
+
+
+@contextmanager
+def from_python() -> Iterator[None]:
+    """Inside the context, the host launches from Python on all devices, and nothing is recorded or replayed."""
+    global _from_python
+    try:
+        _from_python = True
+        executor_for.cache_clear()
+        yield
+    finally:
+        _from_python = False
+        executor_for.cache_clear()
 
 
 def unknown_launcher() -> str | None:

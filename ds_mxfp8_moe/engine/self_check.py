@@ -16,8 +16,7 @@ import json
 import re
 import tempfile
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from traceback import walk_tb
@@ -26,18 +25,17 @@ from typing import Any, Literal, NamedTuple
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map
 
-from ..compat.patches import lent, patched
-from ..compute import casts, recorded
 from ..compute.formula import Activation, ExpertFormula, LowRank
 from ..compute.mx import MXTensor
+from ..compute.operations import watched
+from ..compute.recorded import from_python
 from ..compute.routing import Routes
 from ..compute.sums import Sum
 from ..config import Recipe
-from ..ffn import expert_math
 from ..ffn.expert_ffn import ExpertFFN
 from ..ffn.expert_math import unquantized
 from ..ffn.frozen_weights import FrozenWeights
@@ -49,16 +47,6 @@ from ..transport.collective import Collective
 from ..transport.local import Local
 from ..transport.releases import digest_of_sources
 
-# What runs twice, by the module in which its callers look it up.
-OPERATIONS = {
-    casts: ("quantize", "quantize_columns", "quantize_both", "rescale_columns", "dequantize", "quantize_weights",
-            "transpose_tiles"),
-    expert_math: ("activate", "activate_backward", "add_low_rank", "add_weighted_bias", "group_sums", "grouped_mm",
-                  "grouped_mm_weights", "grouped_mm_wgrad_rows", "low_rank_rows", "low_rank_wgrad",
-                  "weighted_bias_backward"),
-    Collective: ("dispatch", "combine"),
-    Local: ("plan", "dispatch", "combine"),
-}
 # Least signal-to-noise ratio of a kernel's result, in dB. Kernels give 45 and more where they do not give the same
 # bits: float32 sums in another order, rounded once to bf16. One wrong tile in a hundred gives 20.
 LEAST_DB = 35.0
@@ -94,21 +82,12 @@ class Verdict(NamedTuple):
         found: what is wrong. "": nothing.
     """
 
-    runs: str = "all"
+    runs: Literal["all", "bf16", "deepspeed"] = "all"
     found: str = ""
 
 
 ORDER = ("all", "bf16", "deepspeed")  # from good to bad
-
-
-class _Record(BaseModel):
-    """A verdict's file."""
-
-    model_config = ConfigDict(strict=True)
-
-    runs: Literal["all", "bf16", "deepspeed"]
-    found: str
-    releases: dict[str, str]
+_FILE = TypeAdapter(tuple[Verdict, dict[str, str]])  # a verdict, and the releases that it is about
 
 
 class CheckFailed(Exception):
@@ -150,7 +129,7 @@ def check(kind: Kind, device: torch.device) -> Verdict:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # ranks of several containers write the same file
             unfinished = Path(folder, path.name)
-            unfinished.write_text(_Record(**verdict._asdict(), releases=releases(device)).model_dump_json())
+            unfinished.write_bytes(_FILE.dump_json((verdict, releases(device))))
             unfinished.replace(path)
     except OSError:
         pass  # not remembered: the next engine checks again
@@ -192,13 +171,12 @@ def _digest(kind: Kind, device: torch.device) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _read(path: Path) -> tuple[Verdict, dict] | None:
-    """A verdict and the releases that it is about. None if there is no such file, or something else in it."""
+def _read(path: Path) -> tuple[Verdict, dict[str, str]] | None:
+    """None if there is no such file, or something else in it."""
     try:
-        record = _Record.model_validate_json(path.read_bytes())
+        return _FILE.validate_json(path.read_bytes(), strict=True)
     except (OSError, ValidationError):
         return None
-    return Verdict(record.runs, record.found), record.releases
 
 
 # ---- running the kernels ----------------------------------------------------------------------------------------
@@ -206,12 +184,15 @@ def _read(path: Path) -> tuple[Verdict, dict] | None:
 
 def _run(kind: Kind, device: torch.device) -> Verdict:
     plain = kind._replace(recipe=unquantized(kind.recipe))
-    for one, runs in (plain, "deepspeed"), (kind, "bf16"):
-        try:
-            if runs == "deepspeed" or kind != plain:
-                _run_kernels(one, device)
-        except Exception as error:  # whatever a compiler or a kernel raises
-            return Verdict(runs, _said(error))
+    try:
+        _run_kernels(plain, device)
+    except Exception as error:  # whatever a compiler or a kernel raises
+        return Verdict("deepspeed", _said(error))
+    try:
+        if kind != plain:
+            _run_kernels(kind, device)
+    except Exception as error:
+        return Verdict("bf16", _said(error))
     return Verdict()
 
 
@@ -238,23 +219,24 @@ def _run_kernels(kind: Kind, device: torch.device) -> None:
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.enable_grad(), torch.autocast(device.type, enabled=False):
         torch.manual_seed(20)
-        with ExitStack() as stack:  # operations on a GPU are compared with plain torch on the CPU
-            for owner, names in OPERATIONS.items():
-                for name in names:
-                    stack.enter_context(patched(owner, name, partial(_run_twice, name)))
-            known = _run_ffn(kind, device)
+        with from_python():
+            with watched(_run_twice):
+                known = _run_ffn(kind, device, _running_twice(_Alone(), "dispatch", "combine") if kind.exchanges else
+                                 _running_twice(Local(), "plan", "dispatch", "combine"))
+            transport: Transport = _Alone() if kind.exchanges else Local()
+            if kind.stacked:
+                summed = _run_ffn(kind, device, transport, summed=True)
+                _compare("gradients that are added to sums", summed, known, float("inf"))  # the same bits
+            # A token's result is that of its first copy. A weight's gradient is the sum over all copies, where other
+            # rows share a scale if it is MXFP8.
+            many = [x[:len(like)] if len(x) == WIDE_COPIES * len(like) else x / WIDE_COPIES
+                    for x, like in zip(_run_ffn(kind, device, transport, WIDE_COPIES), known, strict=True)]
+            _compare("many rows", many, known, 20.0)
         for name in ("recorded launches", "replayed launches"):
-            _compare(name, _run_ffn(kind, device, replayed=True), known, float("inf"))  # the same bits
-        if kind.stacked:
-            _compare("gradients that are added to sums", _run_ffn(kind, device, summed=True), known, float("inf"))
-        # A token's result is that of its first copy. A weight's gradient is the sum over all copies, where other rows
-        # share a scale if it is MXFP8.
-        many = [x[:len(like)] if len(x) == WIDE_COPIES * len(like) else x / WIDE_COPIES
-                for x, like in zip(_run_ffn(kind, device, WIDE_COPIES), known, strict=True)]
-        _compare("many rows", many, known, 20.0)
+            _compare(name, _run_ffn(kind, device, transport), known, float("inf"))
 
 
-def _run_ffn(kind: Kind, device: torch.device, copies: int = 1, replayed: bool = False,
+def _run_ffn(kind: Kind, device: torch.device, transport: Transport, copies: int = 1,
              summed: bool = False) -> list[torch.Tensor]:
     """The output and all gradients for `copies` of the same tokens, with the same weights in every call.
 
@@ -296,12 +278,11 @@ def _run_ffn(kind: Kind, device: torch.device, copies: int = 1, replayed: bool =
     flat = torch.zeros(sum(w.numel() for w in stacks), dtype=kind.dtype, device=device)
     parts = zip(stacks, flat.split([w.numel() for w in stacks]), strict=True)
     sums = {id(w): Sum(part.view(w.shape), True, 2.0) for w, part in parts}
-    ffn = ExpertFFN(formula, kind.recipe, _Alone() if kind.exchanges else Local(), EXPERTS,
-                    name="the check of ds_mxfp8_moe's kernels", sum_of=lambda w, node: sums.get(id(w)))
-    with nullcontext() if replayed else lent(recorded, "executor_for", lambda device: None):
-        y_TH = ffn(x_TH, Routes(expert_TK=expert_TK, weight_TK=weight_TK, num_experts=EXPERTS), weights,
-                   adapters=adapters, frozen=frozen)
-        y_TH.backward(g_TH)
+    ffn = ExpertFFN(formula, kind.recipe, transport, EXPERTS, name="the check of ds_mxfp8_moe's kernels",
+                    sum_of=lambda w, node: sums.get(id(w)))
+    y_TH = ffn(x_TH, Routes(expert_TK=expert_TK, weight_TK=weight_TK, num_experts=EXPERTS), weights,
+               adapters=adapters, frozen=frozen)
+    y_TH.backward(g_TH)
     return [y_TH.detach(), *(sums[id(one)].out_ENK / 2 if id(one) in sums else one.grad for one in leaves)]
 
 
@@ -326,14 +307,21 @@ class _Alone(Collective):
 # ---- comparing with plain torch -----------------------------------------------------------------------------------
 
 
-def _run_twice(name: str, operation: Callable, *args, **kwargs) -> Any:
+def _run_twice(operation: Callable, *args, **kwargs) -> Any:
+    """The operation's result on the GPU, compared with that of plain torch on the CPU."""
     if not _on_gpu(_tensors((args, kwargs))):
         return operation(*args, **kwargs)
     host_args, host_kwargs = _mapped((args, kwargs), _on_host)  # before the operation, which may change its arguments
     found = operation(*args, **kwargs)
     get_accelerator().synchronize()  # an error of the kernel belongs to this operation
-    _compare(name, _tensors(found), _tensors(operation(*host_args, **host_kwargs)))
+    _compare(operation.__name__, _tensors(found), _tensors(operation(*host_args, **host_kwargs)))
     return found
+
+
+def _running_twice(transport: Transport, *operations: str) -> Transport:
+    """The transport, which runs these of its operations twice from now on."""
+    vars(transport).update({name: partial(_run_twice, getattr(transport, name)) for name in operations})
+    return transport
 
 
 def _on_gpu(found: list[torch.Tensor]) -> bool:
@@ -364,20 +352,12 @@ def _values(x: torch.Tensor) -> torch.Tensor:
     return x.dequantize(torch.float32) if isinstance(x, MXTensor) else x.float()
 
 
-def _tensors(x: Any) -> list[torch.Tensor]:
+def _tensors(tree: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
-    _mapped(x, found.append)
+    _mapped(tree, found.append)
     return found
 
 
-def _mapped(x: Any, change: Callable) -> Any:
-    """x with `change` applied to every tensor inside it."""
-
-    def leaf(x: Any) -> Any:
-        if isinstance(x, torch.Tensor):
-            return change(x)
-        if is_dataclass(x) and not isinstance(x, (type, Transport, Recipe)):
-            return replace(x, **{one.name: _mapped(getattr(x, one.name), change) for one in fields(x)})
-        return x
-
-    return tree_map(leaf, x)
+def _mapped(tree: Any, change: Callable) -> Any:
+    """The tree with `change` applied to every tensor inside it."""
+    return tree_map(lambda x: change(x) if isinstance(x, torch.Tensor) else x, tree)

@@ -13,7 +13,7 @@ S rows that this rank sends, R rows that it receives, P expert-sorted rows with 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,10 +29,8 @@ class RowFormat:
     scaling_mode: str = "rceil"
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Plan:
-    """What one forward's routing means for this rank. Immutable. Autograd keeps it for the backward of
-    this forward.
+class Plan(NamedTuple):
+    """What one forward's routing means for this rank. Autograd keeps it for the backward of this forward.
 
     Attributes:
         num_tokens, top_k: T and K.

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters of the expert FFN with the kernels, and their recordings."""
 
-from unittest import mock
-
 import pytest
 import torch
 
@@ -20,7 +18,7 @@ def test_equals_merged_weights(one_rank, recipe_name):
 @pytest.mark.parametrize("recipe_name", ["bf16", "hp-32", "hp-128"])
 def test_replayed_calls_give_the_same_bits(one_rank, recipe_name, rank):
     recorded._PROGRAMS.clear()
-    with mock.patch.object(recorded, "executor_for", lambda device: None):
+    with recorded.from_python():
         (direct, ) = run(RECIPES[recipe_name], torch.bfloat16, "cuda", rank=rank)
     assert not recorded._PROGRAMS
     for found in run(RECIPES[recipe_name], torch.bfloat16, "cuda", calls=3, rank=rank):

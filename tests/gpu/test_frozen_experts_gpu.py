@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frozen weights in MXFP8 with the kernels, their recordings, and their memory."""
 
-from unittest import mock
-
 import pytest
 import torch
 
@@ -29,7 +27,7 @@ def test_the_bits_of_kept_weights(one_rank, recipe, routing, tokens):
 @pytest.mark.parametrize("recipe", ["hp-128", "mxfp8-128", "hp-32"])
 def test_replayed_calls_give_the_same_bits(one_rank, recipe):
     recorded._PROGRAMS.clear()
-    with mock.patch.object(recorded, "executor_for", lambda device: None):
+    with recorded.from_python():
         direct = calls(True, recipe, "random", device="cuda")
     assert not recorded._PROGRAMS
     for _ in range(2):  # the second time, with other memory

@@ -3,11 +3,13 @@
 the first. tests/gpu/test_self_check_gpu.py breaks kernels."""
 
 import re
+from functools import wraps
 
 import pytest
 import torch
 
-from ds_mxfp8_moe.compute import casts
+from ds_mxfp8_moe.compute import casts, operations, recorded
+from ds_mxfp8_moe.compute.operations import operation
 from ds_mxfp8_moe.config import MXFP8MoEConfig, resolve
 from ds_mxfp8_moe.engine import self_check
 from ds_mxfp8_moe.engine.self_check import Kind, Verdict, small
@@ -44,13 +46,15 @@ def test_whole_kernels_pass(case):
     assert self_check._run(kind(name, recipe, **keys), CPU) == Verdict()
 
 
-def broken_once(operation, change):
+def broken_once(function, change):
     """An operation whose every second call is right: that in plain torch."""
-    calls = [0]
+    calls, plain = [0], function.__wrapped__
 
+    @operation
+    @wraps(plain)
     def broken(*args, **kwargs):
         calls[0] += 1
-        found = operation(*args, **kwargs)
+        found = plain(*args, **kwargs)
         return change(found) if calls[0] % 2 else found
 
     return broken
@@ -97,11 +101,9 @@ def test_the_check_leaves_no_trace(monkeypatch, recwarn):
     torch.manual_seed(3)
     expected = torch.rand(3)
     torch.manual_seed(3)
-    operations = {(owner, name): getattr(owner, name) for owner, names in self_check.OPERATIONS.items()
-                  for name in names}
     self_check._run(kind(recipe="bf16", **CLASSIC), CPU)
     assert torch.equal(torch.rand(3), expected) and not recwarn
-    assert all(getattr(owner, name) is plain for (owner, name), plain in operations.items())
+    assert operations._watch is None and not recorded._from_python
 
 
 def test_verdicts_are_remembered_by_kind_and_release(monkeypatch, tmp_path):
