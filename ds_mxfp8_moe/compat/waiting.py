@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where DeepSpeed's host waits for nothing, and where transformers' ranks do not wait for each other."""
+"""Takes a needless wait from DeepSpeed, and gives transformers' generate() one that ranks need."""
 
 from collections.abc import Iterable
 from typing import Any
