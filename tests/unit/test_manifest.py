@@ -3,43 +3,12 @@
 
 import json
 import os
-import shutil
-from contextlib import ExitStack
-from unittest.mock import patch
 
 import pytest
 
 from ds_mxfp8_moe.checkpoint import manifest as of
 from ds_mxfp8_moe.checkpoint.manifest import Place
-
-STEPS = ((os, "rename"), (os, "replace"), (os, "fsync"), (shutil, "rmtree"))
-
-
-class Killed(BaseException):
-    pass
-
-
-def stopped_after(most: int, function, *args) -> bool:
-    """Calls a function that is stopped before its next operation after `most` ones. Whether it was."""
-    count = 0
-
-    def counting(plain):
-        def call(*args, **kwargs):
-            nonlocal count
-            if count == most:
-                raise Killed
-            count += 1
-            return plain(*args, **kwargs)
-        return call
-
-    with ExitStack() as patches:
-        for module, name in STEPS:
-            patches.enter_context(patch.object(module, name, counting(getattr(module, name))))
-        try:
-            function(*args)
-        except Killed:
-            return True
-    return False
+from tests.support.killed import killed_at
 
 
 def written(folder, step: int, save_latest: bool = True) -> None:
@@ -56,23 +25,28 @@ def state_of(save_dir, tag: str) -> tuple:
             (save_dir / "zero_to_fp32.py").read_text(), [path.name for path in save_dir.glob(".*")])
 
 
+@pytest.fixture(autouse=True)
+def no_disk(monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+
+
 @pytest.mark.parametrize("same_tag", [True, False])
 def test_a_whole_checkpoint_is_put_in_place_from_any_point_at_which_it_was_stopped(tmp_path, same_tag):
-    for most in range(30):
-        save_dir = tmp_path / str(most)
+    for operation in range(40):
+        save_dir = tmp_path / str(operation)
         save_dir.mkdir()
         first, second = Place(save_dir, "a/b"), Place(save_dir, "a/b" if same_tag else "c")
         written(first.part, 1)
         of.put_in_place(first)
         (first.final / "mine.txt").write_text("of the user")
         written(second.part, 2)
-        stopped = stopped_after(most, of.put_in_place, second)
+        died = killed_at(operation, of.put_in_place, second)
         of.recover(save_dir, remove_parts=False)
-        assert state_of(save_dir, second.tag) == (2, None, second.tag, "step 2", []), most
+        assert state_of(save_dir, second.tag) == (2, None, second.tag, "step 2", []), operation
         assert (first.final / "mine.txt").read_text() == "of the user"
-        if not stopped:
+        if not died:
             break
-    assert most > 3
+    assert operation > 3
 
 
 def test_what_is_not_whole_is_removed_by_a_save_and_left_by_a_load(tmp_path):

@@ -3,7 +3,6 @@
 
 import os
 import shutil
-import sys
 
 import peft
 import pytest
@@ -11,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ds_mxfp8_moe.checkpoint.staging import PLACING, staged
+from tests.support.killed import killed_at
 from tests.support.slow import slow_except
 
-CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree"}
 OTHERS = {"tokenizer.json": "of the user", "runs/events": "of the Trainer"}
 
 
@@ -34,24 +33,9 @@ def put(files, directory):
         shutil.copytree(files, folder, dirs_exist_ok=True)
 
 
-def killed_at(operation, files, directory) -> bool:
-    """Whether a process that puts the files in place makes so many operations. It dies before this one."""
-    if pid := os.fork():
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
-    count = 0
-
-    def audit(event, arguments):
-        nonlocal count
-        if count or (event == "open" and str(arguments[0]).endswith(f"{PLACING}.part")):  # all before is in the folder
-            count += event in CHANGES or (event == "open" and bool(arguments[2] & os.O_ACCMODE))
-            if count > operation:
-                os._exit(9)
-
-    try:
-        sys.addaudithook(audit)
-        put(files, directory)
-    finally:
-        os._exit(0)
+def begins(event, arguments) -> bool:
+    """All before is written to the folder of the save."""
+    return event == "open" and str(arguments[0]).endswith(f"{PLACING}.part")
 
 
 def tree(directory) -> dict[str, bytes]:
@@ -78,7 +62,7 @@ def kill_everywhere(earlier, new, run, read):
         for name, data in before.items():
             (run / name).parent.mkdir(parents=True, exist_ok=True)
             (run / name).write_bytes(data)
-        died = killed_at(len(found), new, run)
+        died = killed_at(len(found), put, new, run, begins=begins)
         found.append(read(run))
         put(new, run)
         left = {name.replace("model-1-", "model-"): data.replace(b"model-1-", b"model-")
