@@ -20,6 +20,7 @@ from deepspeed.utils import logger
 from ..compat.patches import patched, undo_wraps, wrap
 from ..compat.private_names import missing, say_if_missing
 from ..config import SECTION, ConfigError, MXFP8MoEConfig, parse
+from ..layers.experts import converted_layers
 from ..layers.held_experts import holds_experts, quantised_experts
 from ..ops.log import log_on_rank_0
 from ..transport.agreement import compare_starts
@@ -30,10 +31,10 @@ from .moe_engine import make_moe_engine
 
 # Whether `initialize` or `enable` reads the config of the engine that is being made.
 _READ = ContextVar("read", default=False)
-UNREAD = (f'mxfp8_moe: WARNING: the DeepSpeed config has the section "{SECTION}", but nothing read it, so this is '
-          "plain DeepSpeed. Call ds_mxfp8_moe.initialize in place of deepspeed.initialize. Where a library calls that "
-          "(Hugging Face Trainer, Accelerate), call ds_mxfp8_moe.enable() before it does, or start the program by "
-          "python -m ds_mxfp8_moe.run")
+UNREAD = (f'mxfp8_moe: WARNING: the DeepSpeed config has the section "{SECTION}", but nothing read it, so the '
+          "engine is plain DeepSpeed. Call ds_mxfp8_moe.initialize in place of deepspeed.initialize. Where a library "
+          "calls that (Hugging Face Trainer, Accelerate), call ds_mxfp8_moe.enable() before it does, or start the "
+          "program by python -m ds_mxfp8_moe.run")
 NO_ENGINE = ("mxfp8_moe: WARNING: ds_mxfp8_moe.enable() was called, but no DeepSpeed engine was created, so nothing "
              "ran in MXFP8. Give Accelerate or the Trainer a DeepSpeed config. Accelerator(cpu=True) makes no engine")
 
@@ -143,8 +144,25 @@ def is_reading() -> bool:
 
 
 def _say_no_engine() -> None:
-    if os.environ.get("RANK", "0") == "0" and not hasattr(sys, "last_type"):  # nor after an error
+    if _is_rank_0() and not hasattr(sys, "last_type") and not engines_alive():  # nor after an error
         log_on_rank_0(NO_ENGINE)
+
+
+def _say_unread() -> None:
+    """Says once if an engine's config has the section, but nothing read it."""
+    if _is_rank_0() and any(_asks_for_layers(one) and not converted_layers(one.module) for one in engines_alive()):
+        atexit.unregister(_say_unread)
+        log_on_rank_0(UNREAD)
+
+
+def _is_rank_0() -> bool:
+    """Also after the end of torch.distributed."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _asks_for_layers(engine: DeepSpeedEngine) -> bool:
+    section = engine._config._param_dict.get(SECTION)
+    return isinstance(section, dict) and section.get("enabled") is not False
 
 
 def _reading_the_section(plain: Callable, engine: DeepSpeedEngine, *args, **kwargs) -> None:
@@ -174,6 +192,7 @@ def _becoming(plain: Callable, engine: DeepSpeedEngine, *args, **kwargs) -> None
 
 
 def _finish(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
+    atexit.unregister(_say_unread)
     remember_engine(engine)
     attach(engine, config)
 
@@ -189,7 +208,7 @@ def _given_config(given: dict) -> Any:
     return next((config for config in places if config is not None), None)
 
 
-if dist.is_initialized() and any(
-        isinstance(config := one._config._param_dict.get(SECTION), dict) and config.get("enabled") is not False
-        for one in engines_alive()):
-    log_on_rank_0(UNREAD)
+# The import replaces nothing in DeepSpeed, so engines that start after it are only seen at the exit.
+atexit.register(_say_unread)
+if dist.is_initialized():
+    _say_unread()

@@ -92,19 +92,30 @@ def test_a_variable_switches_the_hook_off():
     passed(run(ARM + "assert hook._Finder not in sys.meta_path", DS_MXFP8_MOE_AUTO="0"))
 
 
-@pytest.mark.slow
-def test_an_import_after_an_engine_was_made_says_what_it_missed():
-    said = passed(run("""
-import deepspeed, torch
-engines = []
-for more in ({"mxfp8_moe": {"enabled": True}}, {}):
+UNREAD_ENGINES = """
+def made(**section):
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
-    engines += [deepspeed.initialize(model=torch.nn.Linear(8, 8), config=config | more)[0]]
-import ds_mxfp8_moe
-for engine in engines * 2:
+    engine = deepspeed.initialize(model=torch.nn.Linear(8, 8), config=config | section)[0]
     engine(torch.ones(1, 8))
-""", DS_MXFP8_MOE_AUTO="0"))
-    assert said.count("but nothing read it") == 1
+"""
+IMPORT_PACKAGE, ENABLE = "import ds_mxfp8_moe\n", "ds_mxfp8_moe.enable()\n"
+UNREAD, OFF = "made(mxfp8_moe={'enabled': True})\n", "made(mxfp8_moe={'enabled': False})\n"
+CLOSED, END = "torch.distributed.destroy_process_group()\n", "print('end')\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code, before, after", [
+    (UNREAD + "made()\n" + IMPORT_PACKAGE + END, 1, 0),
+    (IMPORT_PACKAGE + UNREAD + UNREAD + "made()\n" + END + CLOSED, 0, 1),
+    (IMPORT_PACKAGE + UNREAD + ENABLE + END, 0, 1),
+    (IMPORT_PACKAGE + OFF + "made()\n" + END, 0, 0),
+    (IMPORT_PACKAGE + ENABLE + UNREAD + END, 0, 0),
+], ids=["import after", "import before", "enable after", "no section that is on", "enable before"])
+def test_a_section_that_nothing_read_is_said_once(code, before, after):
+    """At the import, or else at the exit."""
+    said = passed(run("import deepspeed, torch\n" + UNREAD_ENGINES + code, DS_MXFP8_MOE_AUTO="0"))
+    assert [part.count("but nothing read it") for part in said.split("\nend\n")] == [before, after], said
+    assert "no DeepSpeed engine was created" not in said
 
 
 @pytest.mark.slow
