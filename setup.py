@@ -21,8 +21,7 @@ PACKAGE_DIRS = {
     "ds_mxfp8_moe_hook": "ds_mxfp8_moe/hook",  # beside the package, since torch imports it, and not the package
 }
 
-# With which AutoEP of DeepSpeed 0.19.8 starts under this package. TRANSFORMERS in ds_mxfp8_moe/engine/advice.py says
-# what was tested.
+# The releases that were tested: examples/guides/works_with.md.
 TRANSFORMERS = "transformers>=5.17,<5.25"
 MPI = ["mpi4py>=4.0"]  # DeepSpeed finds ranks through it that mpirun or srun started
 MEMORY = ["flashoptim>=0.1.4"]  # the optimizer FlashAdamW, whose moments take 8 bits

@@ -44,7 +44,7 @@ def _key(default: Any, *, origin: str = "default", readers: tuple[str, ...] = ()
 
     Args:
         origin: where the value comes from if the key is left out.
-        readers: the transports that read it. (): it is not about transports, or all do.
+        readers: the transports that read it. (): all do, or it is not about transports.
         mxfp8: it has no effect if the recipe is "bf16".
         engine: it has no effect without an engine, which makes the steps.
         debug: it stands in "debug", and is for measurements and tests.

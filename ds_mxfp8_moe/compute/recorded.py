@@ -9,8 +9,8 @@ trees: tensors, MXTensors, None and hashable settings in tuples, named tuples an
 recording (ops/triton_kernels/recording.py) if their settings and the properties of their tensors are equal. A call
 inside a recorded one is part of it.
 
-A replay frees a tensor after its last use, unless its caller holds it. So callers pass what they need no longer as an
-expression, not by a name.
+A replay frees a tensor after its last use, unless its caller holds it, as a variable does. So callers pass a tensor
+that they do not need afterwards without giving it a name: `forward(make_x(), ...)`.
 """
 
 import warnings

@@ -146,7 +146,7 @@ def _bytes(layers: list) -> int:
 
 
 def free_bytes() -> int:
-    """Memory of this rank's device that was free when the rank needed most."""
+    """The bytes of this rank's device that were free at the peak of the rank's memory."""
     device = get_accelerator()
     total, reserved = device.total_memory(), device.memory_reserved()
     of_others = max(total - device.available_memory() - reserved, 0)

@@ -104,7 +104,7 @@ def _preparing(config: MXFP8MoEConfig, model: torch.nn.Module | None) -> Iterato
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether the start-up lines about the layers do not say the same."""
+    """Whether a line of DeepSpeed's log says more than this package's lines about the layers."""
     return not record.getMessage().startswith("autoep_size=1 means every rank owns all experts")
 
 
@@ -177,8 +177,8 @@ def _reading_the_section(plain: Callable, engine: DeepSpeedEngine, *args, **kwar
 
 
 def _becoming(plain: Callable, engine: DeepSpeedEngine, *args, **kwargs) -> None:
-    """Before its start, an engine becomes a MoEEngine, if its config has the section enabled. Where that is off, the
-    engine only compares it with the other ranks', which would wait for this rank."""
+    """Before its start, an engine becomes a MoEEngine, if its config has the section enabled. Without it, a rank still
+    compares sections with the other ranks, which would wait for it otherwise."""
     bound = inspect.signature(plain).bind(engine, *args, **kwargs)
     given = _config_of(bound.arguments)
     config, experts = parse(given), given.get("expert_parallel") if isinstance(given, dict) else None

@@ -16,8 +16,8 @@ class KeptWeights:
     """The quantised weights of one layer. Its first calls in a step make them, and later calls use them.
 
     Parameters with another address or version are quantised again, for example after load_state_dict. A write into
-    `parameter.data` changes neither. Whoever writes so calls `clear`: the engine does, since DeepSpeed's optimizers
-    write so (engine/keeping.py).
+    `parameter.data` changes neither, so whoever does that has to call `clear`. The engine does after DeepSpeed's
+    optimizers have written (engine/keeping.py).
     """
 
     def __init__(self):

@@ -223,9 +223,10 @@ def scales_kept(model: nn.Module) -> Iterator[None]:
 def say_rounding(rounding: Rounding) -> None:
     """Rank 0 says how many weights are other numbers in MXFP8 than in the file, if any is."""
     if rounding.changed:
-        log_on_rank_0("mxfp8_moe: experts' weights got MXFP8 scales, one power of two for 128x128 of them: "
-                        f"{rounding.changed / rounding.values:.2%} of these weights changed, SQNR "
-                        f"{rounding.sqnr_db:.1f} dB. The file's scales are no powers of two, or too far apart")
+        log_on_rank_0("mxfp8_moe: experts' weights were rounded once more, to one power-of-two scale for each tile "
+                        f"of 128x128: {rounding.changed / rounding.values:.2%} of them changed, SQNR "
+                        f"{rounding.sqnr_db:.1f} dB (31 dB is usual, and as much as FP8 itself costs). The file's "
+                        "scales are no powers of two, or too far apart")
 
 
 def _is(module: nn.Module, file: str, name: str) -> bool:
@@ -235,7 +236,7 @@ def _is(module: nn.Module, file: str, name: str) -> bool:
 
 
 def _stand_in(module: nn.Module, model: nn.Module, rounding: Rounding) -> HeldExperts | None:
-    """What takes the place of experts that transformers holds quantised. None: they are others."""
+    """What takes the place of experts that transformers holds in FP8 or MXFP4. None: it holds these in neither."""
     dtype = getattr(getattr(model, "config", None), "dtype", None) or torch.bfloat16
     if _is(module, "finegrained_fp8", "FP8Experts"):
         shapes = tuple(getattr(module, stack).shape for stack in Layout.of(module).names)

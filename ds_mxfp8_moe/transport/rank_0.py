@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Waits for rank 0 while it writes files, for as long as they grow.
 
-The wait goes through the store of the default process group. So no exchange is open meanwhile that the watchdog of
-NCCL would end.
+The wait goes through the store of the default process group. A collective would be ended by NCCL's watchdog
+if it waited for as long.
 """
 
 import os

@@ -104,15 +104,16 @@ def lead(full: list[Gain], exchanged: list[Gain], adapted: list[Gain], from_file
     bullets = [
         f"**Full fine-tuning of {model}**, one H200 acting as 1 of 8 ranks, no all-to-all: {first.times(first.bf16)} "
         f"the tokens per second of {OVER[first.over]} in bf16, **{first.times(first.mxfp8)} with MXFP8 experts**, "
-        f"using {first.memory:.0%} of its memory.",
+        f"at {first.memory:.0%} of its peak memory.",
         f"**Expert parallelism on 4 x H200, with the all-to-all**: {_spread(exchanged, 'bf16')} the speed of "
         f"{OVER[exchanged[0].over]} in bf16, **{_spread(exchanged, 'mxfp8')} with MXFP8 experts**. Synthetic GPT-MoEs "
-        f"with three models' layer shapes; {' and '.join(bf16_alone)}'s stays in bf16 by default.",
+        f"with three models' layer shapes; with {' and '.join(bf16_alone)}'s, few tokens per expert keep the default "
+        "recipe in bf16.",
         f"**LoRA of {model}**, the whole model on one H200, no all-to-all: {split}**{lora.times(lora.mxfp8)} with "
-        f"MXFP8 experts**, using {lora.memory:.0%} of its memory{apart}. LoRA peaks at {' and '.join(large)}."]
+        f"MXFP8 experts**, at {lora.memory:.0%} of its peak memory{apart}. LoRA peaks at {' and '.join(large)}."]
     lines = [textwrap.fill(bullet, 119, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
              for bullet in bullets]
-    both = f"Where both were measured, MXFP8 adds {added[0]:.0%} to {added[-1]:.0%} to this package's speed in bf16."
+    both = f"In the figure's cases, MXFP8 adds {added[0]:.0%} to {added[-1]:.0%} to this package's speed in bf16."
     return "\n".join([*lines, "", both])
 
 
