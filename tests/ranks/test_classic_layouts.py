@@ -277,24 +277,6 @@ def test_experts_that_become_tensor_parallel_after_conversion_are_an_error(ranks
     ranks4.run(convert_before_the_groups_are_known)
 
 
-def train_compiled(compiled, section):
-    layout = Layout()
-    engine = make_engine(layout, section)
-    if compiled:
-        engine.compile(backend="eager")  # TorchDynamo alone, which is what meets the layer; code generation is slow
-    steps = train_steps(engine, layout)
-    return {"steps": steps, "end": parameters(engine)}
-
-
-@pytest.mark.slow
-def test_a_compiled_engine_computes_the_same(ranks2):
-    eager = ranks2.run(train_compiled, False, DEFAULT)
-    compiled = ranks2.run(train_compiled, True, DEFAULT)
-    for got, expected in zip(compiled, eager, strict=True):
-        assert_same_bits(got["end"], expected["end"])
-        assert got["steps"] == expected["steps"]
-
-
 def record_and_replay():
     engine = make_engine(Layout(), DEFAULT)
     told = "not supported for blocks.0.moe.deepspeed_moe: it is a classic layer of DeepSpeed"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What libraries around DeepSpeed do with engines: generation while training, reference models, models in wrappers."""
+"""What libraries around DeepSpeed do with engines: generation while training, reference models, saves by rank 0."""
 
 from unittest import mock
 
@@ -7,7 +7,6 @@ import accelerate
 import deepspeed.comm as dist
 import pytest
 import torch
-from torch import nn
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.recognition.stacked import is_concatenated, is_stacked
@@ -57,42 +56,6 @@ def losses_of_reference(stage: int, dtype: str) -> tuple[list[float], list[float
 def test_an_engine_without_an_optimizer_beside_the_one_that_trains(ranks2, stage):
     for known, trained in ranks2.run(losses_of_reference, stage, "bf16"):
         assert known == trained
-
-
-class Actor(nn.Module):
-    """A model in a wrapper without a config, as OpenRLHF's, with a value head beside it."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = model()
-        self.value = nn.Linear(1, 1)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.inner(input_ids=ids, labels=ids).loss + 0 * self.value.weight.sum()
-
-
-def train_wrapped(wrapped: bool, directory: str = "") -> list[float]:
-    net = Actor() if wrapped else model()
-    engine = ds_mxfp8_moe.initialize(model=net, config=ds_config(SECTION, 2))[0]
-    losses = []
-    for i in range(3):
-        loss = engine(batch(i)) if wrapped else engine(input_ids=batch(i), labels=batch(i)).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    if directory:
-        ds_mxfp8_moe.save_pretrained(engine, directory)
-    engine.destroy()
-    return losses
-
-
-def test_a_model_in_a_wrapper_trains_and_saves_and_another_engine_follows(ranks2, tmp_path):
-    plain = ranks2.run(train_wrapped, False)
-    assert ranks2.run(train_wrapped, True, str(tmp_path)) == plain
-    import transformers
-
-    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert {*saved.state_dict()} == {*model().state_dict()}
 
 
 def states_that_leave(leave: bool) -> list[float]:

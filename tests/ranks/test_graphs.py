@@ -52,7 +52,7 @@ CASES += [(family, 1, 2, BF16, plainly) for family in FAMILIES if family not in 
 CASES = {f"{family}-zero{stage}-{steps_of}-{train.__name__}": ((train, family, stage, steps_of, dtype), {})
          for family, stage, steps_of, dtype, train in CASES}
 CASES["layers-whose-masks-differ"] = (plainly, "qwen2_moe", 1, 2, BF16), SLIDING
-QUICK = ("qwen3_moe-zero1-2-lengths", "qwen3_moe-zero1-1-evaluation", "qwen3_moe-zero1-1-padded",
+QUICK = ("qwen3_moe-zero1-2-lengths", "qwen3_moe-zero1-1-padded",
          "deepseek_v3-zero2-1-uneven", "layers-whose-masks-differ")
 
 
@@ -101,10 +101,10 @@ def test_the_forward_of_a_base_does_not_replay(one):
     for on in (False, True):
         with emulated():
             net = started_with(ScaledAttention, on)
-            for i in range(5):
+            for i in range(3):
                 step(net, i)
-            losses.append(loss_of(net, 5, scale=0.25))
-        assert Recorded.replays == on * 3 * OF_A_STEP
+            losses.append(loss_of(net, 3, scale=0.25))
+        assert Recorded.replays == on * OF_A_STEP
     assert losses[0] == losses[1]
 
 
@@ -139,7 +139,7 @@ def started(asked: bool | None = None, family: str = "qwen3_moe", stage: int = 1
     return engine(section, stage, 1, family=family, model_changes={"use_cache": False, **changes}, **BF16)
 
 
-def replays_of(net, steps: int = 4) -> int:
+def replays_of(net, steps: int = 3) -> int:
     Recorded.replays = 0
     for i in range(steps):
         step(net, i)
@@ -151,7 +151,7 @@ OF_A_STEP = 2 * 2  # two layers, forward and backward
 
 def test_without_the_key_transformers_attention_gets_graphs(one):
     with emulated():
-        assert replays_of(started(None)) == 2 * OF_A_STEP  # two steps come before them
+        assert replays_of(started(None)) == OF_A_STEP  # two steps come before them
         assert replays_of(started(False)) == 0
 
 
@@ -211,13 +211,13 @@ def test_a_changed_module_trains_alike(one, change):
     def train(net) -> list[torch.Tensor]:
         attention = net.module.model.layers[0].self_attn
         attention.o_proj.__class__, attention.o_proj.scaling = Scaled, {"default": 1.0}
-        losses = [step(net, i) for i in range(4)]
+        losses = [step(net, i) for i in range(3)]
         change(attention)
-        return losses + [step(net, i) for i in range(3)]
+        return losses + [step(net, i) for i in range(2)]
 
     losses, weights, _, replays = both(train, "qwen3_moe", 1, 1, BF16)
     assert losses and weights
-    assert replays == 2 * OF_A_STEP + 3 * OF_A_STEP // 2  # the other layer's go on
+    assert replays == OF_A_STEP + 2 * OF_A_STEP // 2  # the other layer's go on
 
 
 def test_graphs_come_once_hooks_are_gone(one):

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-import ds_mxfp8_moe
-from tests.support.autoep_models import autoep_layers, batch, ds_config, engine, model
+from tests.support.autoep_models import engine
 from tests.support.models import Layout, make_engine, train_steps
 
 FROZEN_LATER = r"blocks\.0\..*experts.*|last\..*"
@@ -33,21 +32,6 @@ def frozen_later(directory, stage):
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_experts_may_be_frozen_when_a_run_goes_on(ranks2, tmp_path, stage):
     assert ranks2.run(frozen_later, str(tmp_path), stage) == [([], [], True)] * 2
-
-
-def evaluated_in_zero_3() -> bool:
-    """Without an optimizer, an engine has nothing that reads checkpoints."""
-    config = ds_config({"enabled": True}, 3)
-    del config["optimizer"]
-    net = ds_mxfp8_moe.initialize(model=model(), config=config)[0]
-    assert net.checkpoint_engine is None and len(autoep_layers(net.module)) == 2
-    net.eval()
-    with torch.no_grad():
-        return net(input_ids=batch(0)).logits.isfinite().all().item()
-
-
-def test_an_engine_without_an_optimizer_evaluates_in_zero_3(ranks2):
-    assert ranks2.run(evaluated_in_zero_3) == [True, True]
 
 
 def missing(directory):

@@ -48,6 +48,7 @@ QUICK = {
     "data before experts": Case(4, "mixtral", 2, 2, {"use_data_before_expert_parallelism": True}),
     # DeepSpeed's ZeRO-1 and 2 refuse MoE layers without a trained expert.
     "frozen experts of one layer": Case(2, "qwen3_moe", 2, 1, {"frozen": r".*layers\.0\.mlp\.experts.*"}),
+    "experts alone are trained": Case(2, "qwen3_moe", 2, 2, {"frozen": r"(?!.*\.experts\.).*"}),
     "frozen experts, zero3": Case(2, "qwen3_moe", 2, 3, {"frozen": r".*\.experts\..*"} | TIED),
     "autocast": Case(2, "qwen3_moe", 2, 1, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, (1e-3, 25)),
 }

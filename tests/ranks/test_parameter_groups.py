@@ -35,20 +35,3 @@ def trained(stage: int, by_config: bool, changes: dict) -> list[float]:
 @pytest.mark.parametrize("stage, changes", [pytest.param(0, {}, marks=WIDE), (2, WARMUP), (3, {})], ids=str)
 def test_groups_beside_an_optimizer_in_the_config_keep_their_settings(ranks2, stage, changes):
     assert ranks2.run(trained, stage, True, changes) == ranks2.run(trained, stage, False, changes)
-
-
-def experts_alone(stage: int, by_config: bool) -> list[float]:
-    net = model()
-    for name, p in net.named_parameters():
-        p.requires_grad = "experts" in name
-    config, given = ds_config(SECTION, stage, optimizer=SGD), {}
-    if not by_config:
-        given["optimizer"] = torch.optim.SGD(net.parameters(), **config.pop("optimizer")["params"])
-    return train_engine(ds_mxfp8_moe.initialize(model=net, config=config, **given)[0], range(4))
-
-
-def test_experts_alone_are_trained(ranks2):
-    expected = ranks2.run(experts_alone, 0, True)
-    for by_config in (True, False):
-        for losses, plain in zip(ranks2.run(experts_alone, 2, by_config), expected, strict=True):
-            assert losses == pytest.approx(plain, abs=1e-5)

@@ -116,7 +116,7 @@ def test_with_the_flag_off_saving_is_deepspeeds(ranks2):
 
 
 class Critic(torch.nn.Module):
-    """A module of a user's own around a Hugging Face model."""
+    """A module of a user's own around a Hugging Face model, without a config where there are no adapters."""
 
     def __init__(self, lora):
         super().__init__()
@@ -124,7 +124,8 @@ class Critic(torch.nn.Module):
         self.backbone = peft.get_peft_model(net, peft.LoraConfig(init_lora_weights=False, target_modules=[
             "q_proj", "up_proj"])) if lora else net
         self.value_head = torch.nn.Linear(64, 1)
-        self.config = net.config
+        if lora:
+            self.config = net.config
 
     def forward(self, input_ids):
         hidden = self.backbone(input_ids=input_ids, output_hidden_states=True).hidden_states[-1]
@@ -134,9 +135,9 @@ class Critic(torch.nn.Module):
 def saved_critic(directory, stage, lora):
     """The value of a text, the names that are written beside the Hugging Face model, and what is printed."""
     net = Critic(lora)
-    place = r"backbone\.(base_model\.model\.)?model\.layers\.\d+\.mlp"
-    section = {"enabled": True, "recipe": "bf16"}
-    engine = ds_mxfp8_moe.initialize(model=net, config=ds_config(section, stage, 2, {"moe_layer_pattern": place}))[0]
+    place = {"moe_layer_pattern": r"backbone\.base_model\.model\.model\.layers\.\d+\.mlp"} if lora else None
+    config = ds_config({"enabled": True, "recipe": "bf16"}, stage, 2, place)
+    engine = ds_mxfp8_moe.initialize(model=net, config=config)[0]
     engine.backward(engine(batch(0)))
     engine.step()
     with contextlib.redirect_stdout(io.StringIO()) as told:
