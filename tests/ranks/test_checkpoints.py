@@ -6,6 +6,7 @@ wrote the checkpoint and simply went on: bit for bit where the same code goes on
 """
 
 import os
+import re
 from dataclasses import replace
 
 import pytest
@@ -109,3 +110,27 @@ def losses(steps):
 def test_plain_and_ours_read_each_other(request, tmp_path, ranks, name):
     results = request.getfixturevalue(ranks).run(chain, LAYOUTS[name], str(tmp_path))
     assert_each_reads_the_other(results, LAYOUTS[name])
+
+
+FROZEN_LATER = r"blocks\.0\..*experts.*|last\..*"
+
+
+def frozen_later(directory, stage):
+    """Parameters that differ from those that the run before has saved, when some of them are frozen from now on."""
+    layout = Layout(zero=stage, dtype="bf16")
+    first = make_engine(layout, {"enabled": True})
+    train_steps(first, layout)
+    first.save_checkpoint(directory)
+    layout = replace(layout, frozen=FROZEN_LATER, seed=99)
+    second = make_engine(layout, {"enabled": True})
+    second.load_checkpoint(directory, load_optimizer_states=False)
+    wanted = {name: p.detach().clone() for name, p in first.module.named_parameters()}
+    differing = [name for name, p in second.module.named_parameters() if not torch.equal(p, wanted[name])]
+    train_steps(second, layout)
+    moved = {name for name, p in second.module.named_parameters() if not torch.equal(p, wanted[name])}
+    return differing, [name for name in moved if re.fullmatch(FROZEN_LATER, name)], len(moved) > 0
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_experts_may_be_frozen_when_a_run_goes_on(ranks2, tmp_path, stage):
+    assert ranks2.run(frozen_later, str(tmp_path), stage) == [([], [], True)] * 2

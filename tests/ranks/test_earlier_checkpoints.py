@@ -8,9 +8,9 @@ import torch
 from ds_mxfp8_moe.checkpoint.earlier_names import EarlierNames
 from ds_mxfp8_moe.layers.experts import expert_blocks, spread
 from ds_mxfp8_moe.recognition.stacked import SPREAD_NAMES, Layout
-from tests.support.autoep_models import model, train_engine
+from tests.support.autoep_models import model
 from tests.support.slow import slow_except
-from tests.support.spread_checkpoints_cases import MXFP8, PLAIN, build, state, to_universal
+from tests.support.spread_checkpoints_cases import MXFP8, PLAIN, read, to_universal, written
 
 # How earlier names begin below `mlp.`, and the block's own. By this order of names, none is the beginning of another.
 RENAMED = {"router.gate.": "gate.", "router.e_score": "gate.e_score"}
@@ -27,28 +27,14 @@ def present(found: dict, family: str) -> dict:
     return renamed
 
 
-def written(directory, stage, family):
-    """By plain DeepSpeed: the state, and the losses of the steps after the save."""
-    engine = build(PLAIN, stage, 2, family=family)
-    train_engine(engine, range(2))
-    engine.save_checkpoint(str(directory), tag="two")
-    return present(state(engine), family), train_engine(engine, range(2, 4))
-
-
-def read(directory, stage, family, tag="two", **changes):
-    engine = build({**MXFP8, "recipe": "bf16"}, stage, 2, family=family, seed=1, **changes)
-    assert list(expert_blocks(engine.module))
-    path, _ = engine.load_checkpoint(str(directory), tag=tag)
-    return path is not None, state(engine), train_engine(engine, range(2, 4))
-
-
 def assert_it_loads(ranks, directory, stage, family, **changes):
-    before = ranks.run(written, directory, stage, family)
+    before = ranks.run(written, directory, PLAIN, stage, 2, family)
     if changes:
         to_universal(directory)
         changes |= {"tag": "two_universal"}
-    for (saved, losses), (found, loaded, after) in zip(before, ranks.run(read, directory, stage, family, **changes),
-                                                       strict=True):
+    results = ranks.run(read, directory, {**MXFP8, "recipe": "bf16"}, stage, 2, family, **changes)
+    for (saved, losses), (found, loaded, after) in zip(before, results, strict=True):
+        saved = present(saved, family)
         assert found and saved.keys() == loaded.keys()
         assert not [name for name in saved if not torch.equal(saved[name], loaded[name])]
         assert after[0] == pytest.approx(losses[0], rel=2e-3)

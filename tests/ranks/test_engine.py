@@ -29,7 +29,7 @@ from ds_mxfp8_moe.transport.peer_memory import PeerMemory
 from tests.support.autoep_models import converted, ds_config, gathered, model
 from tests.support.autoep_models import train_engine as train
 from tests.support.engine_cases import MXFP8, OTHER, Block, enabled, initializer, made_by, our_hooks
-from tests.support.slow import slow_except
+from tests.support.slow import WIDE, slow_except
 
 
 def test_the_signature_is_deepspeeds():
@@ -279,6 +279,34 @@ def test_client_optimizers_train_the_converted_experts(ranks2, how, stage, kind)
     for plain, ours in ranks2.run(client_pair, how, stage, kind):
         assert (plain[1], ours[1]) == (0, 2) and plain[2] == ours[2] == []
         assert ours[0] == pytest.approx(plain[0], abs=1e-5, rel=1e-3 if kind == "AdamW" else None)
+
+
+WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.2, "warmup_num_steps": 4}}}
+DECAYED = {"type": "SGD", "params": {"lr": 0.2, "weight_decay": 0.1}}
+
+
+def groups_of(net: torch.nn.Module) -> list[dict]:
+    """Experts of one layer and norms, and the rest, with other rates and decays."""
+    one = [p for name, p in net.named_parameters() if "norm" in name or "layers.0.mlp.experts" in name]
+    known = set(map(id, one))
+    return [{"params": one, "lr": 0.02, "weight_decay": 0.0},
+            {"params": [p for p in net.parameters() if id(p) not in known], "lr": 0.1}]
+
+
+def trained_in_groups(stage: int, by_config: bool, changes: dict) -> list[float]:
+    net = model()
+    config = ds_config(OTHER, stage, **{**changes, "optimizer": DECAYED} if by_config else changes)
+    if by_config:
+        given = {"model_parameters": groups_of(net)}
+    else:
+        config.pop("optimizer")
+        given = {"optimizer": torch.optim.SGD(groups_of(net), **DECAYED["params"])}
+    return train(ds_mxfp8_moe.initialize(model=net, config=config, **given)[0], range(4))
+
+
+@pytest.mark.parametrize("stage, changes", [pytest.param(0, {}, marks=WIDE), (2, WARMUP), (3, {})], ids=str)
+def test_groups_beside_an_optimizer_in_the_config_keep_their_settings(ranks2, stage, changes):
+    assert ranks2.run(trained_in_groups, stage, True, changes) == ranks2.run(trained_in_groups, stage, False, changes)
 
 
 # ---------------------------------------------------------------- other sections, other engines of DeepSpeed

@@ -220,3 +220,12 @@ def over_another_base_model(directory: str) -> tuple:
 def test_frozen_experts_of_another_base_model_are_refused(ranks2, tmp_path):
     for error, loaded in ranks2.run(over_another_base_model, str(tmp_path)):
         assert "frozen experts of model.layers.0.mlp are not those of the run" in error and loaded
+
+
+def missing(directory):
+    net = autoep_engine({"enabled": True}, 2)
+    return net.load_checkpoint(str(directory))[0], autoep_engine({"enabled": False}, 2).checkpoint_engine.load.__name__
+
+
+def test_a_missing_checkpoint_is_said_by_deepspeed(ranks2, tmp_path):
+    assert ranks2.run(missing, tmp_path) == [(None, "load")] * 2

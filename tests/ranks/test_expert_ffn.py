@@ -3,6 +3,7 @@
 
 import weakref
 from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from ds_mxfp8_moe.compute import casts
 from ds_mxfp8_moe.ffn import expert_math
 from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.transport.local import Local
+from tests.support import expert_adapters_cases
 from tests.support.expert_ffn_cases import (
     BF16,
     FORMULAS,
@@ -206,3 +208,19 @@ def test_without_gradients_the_pre_activation_is_neither_cast_nor_kept(monkeypat
         with without():
             assert torch.equal(run(), wanted)
         assert seen == [False, False]
+
+
+# ---------------------------------------------------------------- adapters
+
+
+@pytest.mark.parametrize("recipe_name, dtype", [
+    ("bf16", torch.float32), ("bf16", torch.bfloat16), ("hp-32", torch.bfloat16), ("mxfp8-128", torch.bfloat16),
+    ("all-wires-mxfp8", torch.bfloat16)])
+def test_adapters_give_what_weights_give_into_which_they_are_merged(one_rank, recipe_name, dtype):
+    expert_adapters_cases.assert_equals_merged_weights(recipe_name, dtype)
+
+
+def test_frozen_weights_beside_adapters_get_no_gradient(one_rank):
+    with mock.patch("ds_mxfp8_moe.ffn.expert_math.grouped_mm_wgrad_rows") as wgrad:
+        expert_adapters_cases.run(RECIPES["hp-32"], torch.bfloat16)
+    assert not wgrad.called

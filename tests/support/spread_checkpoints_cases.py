@@ -10,7 +10,8 @@ from deepspeed.checkpoint import ds_to_universal
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 import ds_mxfp8_moe
-from tests.support.autoep_models import autoep_layers, ds_config, gathered, model
+from ds_mxfp8_moe.layers.experts import expert_blocks
+from tests.support.autoep_models import autoep_layers, ds_config, gathered, model, train_engine
 
 PLAIN = {"enabled": False}  # DeepSpeed's own AutoEP
 MXFP8 = {"enabled": True}
@@ -20,7 +21,7 @@ def build(section, stage, ep_size, family="deepseek_v3", seed=0, **changes):
     """An engine in bfloat16 with float32 masters and Adam; plain DeepSpeed's own where the section is PLAIN."""
     config = ds_config(section, stage, ep_size, bf16={"enabled": True}, zero_allow_untested_optimizer=False,
                        optimizer={"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}, **changes)
-    initialize = deepspeed.initialize if section is PLAIN else ds_mxfp8_moe.initialize
+    initialize = deepspeed.initialize if section == PLAIN else ds_mxfp8_moe.initialize
     return initialize(model=model(family, seed=seed), config=config)[0]
 
 
@@ -43,6 +44,29 @@ def state(engine) -> dict[str, torch.Tensor]:
                 value = torch.cat(parts)
             found[f"{kind} of {name}"] = value.clone()
     return found
+
+
+def state_of(engine):
+    """In ZeRO-0, DeepSpeed tells no masters and moments: the losses have to do."""
+    return state(engine) if engine.zero_optimization_stage() else {
+        name: p.detach().clone() for name, p in engine.module.named_parameters()}
+
+
+def written(directory, section, stage, ep_size, family):
+    """The state that is saved, and the losses of the steps after the save. Every rank trains with the same batches, so
+    that the number of ranks changes no loss."""
+    engine = build(section, stage, ep_size, family)
+    train_engine(engine, range(2), rank=0)
+    engine.save_checkpoint(str(directory), tag="two")
+    return state_of(engine), train_engine(engine, range(2, 4), rank=0)
+
+
+def read(directory, section, stage, ep_size, family, tag="two", **changes):
+    """Whether there was a checkpoint, what another engine has of it, and its losses."""
+    engine = build(section, stage, ep_size, family, seed=1, **changes)
+    assert list(expert_blocks(engine.module))
+    path, _ = engine.load_checkpoint(str(directory), tag=tag)
+    return path is not None, state_of(engine), train_engine(engine, range(2, 4), rank=0)
 
 
 def to_universal(directory):
