@@ -18,7 +18,7 @@ Differences from pplx-kernels:
 - A token travels once to each rank, not once to each expert.
 - An expert's rows are in a fixed order: by rank, token and choice.
 - An id that belongs to no expert drops the choice.
-- dispatch can quantise bf16 and fp16 rows to MXFP8.
+- dispatch can quantize bf16 and fp16 rows to MXFP8.
 - Waits have a deadline.
 - dp_size must be 1.
 """
@@ -143,10 +143,10 @@ class AllToAll:
             out_expert_x: output, [E_local, max_num_tokens * ranks, H], contiguous. Rows past an expert's count are not
                 written.
             out_expert_x_scale: output, [E_local, max_num_tokens * ranks, scales] with any strides. With dp_x_scale it
-                has the same dtype. Where dispatch quantises, it is uint8 or float8_e8m0fnu (E8M0 bytes) or float32,
+                has the same dtype. Where dispatch quantizes, it is uint8 or float8_e8m0fnu (E8M0 bytes) or float32,
                 with H / 32 or H / 128 scales, rounded up.
-            dp_x: [m, H] in the dtype of out_expert_x. Or bf16 or fp16 with e4m3 outputs: dispatch quantises it.
-            dp_x_scale: [m, scales], contiguous, for rows that are quantised already.
+            dp_x: [m, H] in the dtype of out_expert_x. Or bf16 or fp16 with e4m3 outputs: dispatch quantizes it.
+            dp_x_scale: [m, scales], contiguous, for rows that are quantized already.
             indices: int32, uint32 or int64 [m, K]. The ids of a token are all different. An id that belongs to no
                 expert drops the choice.
             bound_m: uint32 or int32 [1] on the device, read as uint32. Only the first bound_m rows are sent, or all m
@@ -326,7 +326,7 @@ def _checked(most_ranks: int, group: ProcessGroup, rank: int, world_size: int, d
              hidden_dim_scale_bytes: int) -> Any:
     """Raises the errors of `AllToAll.intranode` about its arguments. Returns the group."""
     if not dist.is_initialized():  # torch.distributed.init_process_group alone is not enough for deepspeed.comm
-        raise RuntimeError("AllToAll: deepspeed.comm is not initialised: call deepspeed.init_distributed() first, "
+        raise RuntimeError("AllToAll: deepspeed.comm is not initialized: call deepspeed.init_distributed() first, "
                            f"under a launcher that starts 2 to {most_ranks} ranks")
     group = dist.get_world_group() if group is None else group
     ranks = dist.get_world_size(group=group)

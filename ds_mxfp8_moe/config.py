@@ -139,7 +139,7 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
         if self.on_overflow == "drop" and self.capacity_factor is None:
             problems.append('"on_overflow" is "drop", but without "capacity_factor" buffers fit the routing of each '
                             'step and nothing overflows: write a "capacity_factor", or leave "on_overflow" out')
-        problems += [f'"recipe" is "bf16", which quantises nothing, but "{key}" is "mxfp8": leave one of the two out'
+        problems += [f'"recipe" is "bf16", which quantizes nothing, but "{key}" is "mxfp8": leave one of the two out'
                      for key in (*FORMAT_KEYS, "preactivation_dtype", "frozen_experts")
                      if key in written and self.recipe == "bf16" and getattr(self, key) == "mxfp8"]
         return problems
@@ -184,7 +184,7 @@ class Recipe:
 
     Arguments:
         quantize_gemm: whether the expert GEMMs of forward and input gradient take MXFP8 operands.
-        wgrad: the operands of the weight gradient: "hp" (unquantised) or "mxfp8".
+        wgrad: the operands of the weight gradient: "hp" (unquantized) or "mxfp8".
         block_size: the config's scale_block_size. The other fields are those of the config without "_dtype".
     """
 

@@ -6,7 +6,7 @@
 
 "hp" is high precision, the dtype of the input. A name says what each direction carries: `mxfp8_fwd_hp_bwd` is MXFP8 in
 forward and hp in backward. Between the MXFP8 steps, tokens (forward) and gradients (backward) are MXTensors. Put no
-arithmetic between the last GEMM, unpermute and a2a_combine: in backward it would dequantise the gradient.
+arithmetic between the last GEMM, unpermute and a2a_combine: in backward it would dequantize the gradient.
 
 Data and scales travel as one uint8 message. The caller passes the splits as lists of ints. Ranks compare splits,
 widths and formats before they exchange rows, since a backend would fill rows that nobody sent with what lay in memory.
@@ -58,7 +58,7 @@ def _hp(x: torch.Tensor) -> torch.Tensor:
 def _group(name: str, group_name: Any) -> dist.ProcessGroup:
     """The process group with this name. None means all ranks. A group is returned as it is."""
     if not dist.is_initialized():
-        raise RuntimeError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
+        raise RuntimeError("torch.distributed is not initialized: call torch.distributed.init_process_group first")
     if group_name is None:
         return dist.group.WORLD
     if isinstance(group_name, dist.ProcessGroup):
@@ -147,7 +147,7 @@ def _exchange(x: torch.Tensor, output_splits: tuple, input_splits: tuple, group:
               cast: tuple | None, cast_back: tuple | None) -> torch.Tensor:
     """Sends rows to each rank and returns the rows that arrive.
 
-    `cast`: the block size and scaling mode in which rows are quantised. Data and scales then travel as one uint8
+    `cast`: the block size and scaling mode in which rows are quantized. Data and scales then travel as one uint8
     message, since gloo has no float8, and one collective is faster than two. None sends rows as they are. `cast_back`:
     the same for the exchange of gradients in the opposite direction. The ranks compare both.
     """
@@ -166,7 +166,7 @@ def _exchange(x: torch.Tensor, output_splits: tuple, input_splits: tuple, group:
 
 
 def _format(cast: tuple | None) -> str:
-    return "unquantised" if cast is None else f"MXFP8 in blocks of {cast[0]} ({cast[1]})"
+    return "unquantized" if cast is None else f"MXFP8 in blocks of {cast[0]} ({cast[1]})"
 
 
 def gather_rows(x: torch.Tensor, index_P: torch.Tensor) -> torch.Tensor:
@@ -281,7 +281,7 @@ def a2a_dispatch_mxfp8_fwd_hp_bwd(input: torch.Tensor, output_splits: list[int],
                                   group_name: str | None = None,
                                   scaling_mode: ScaleCalculationMode = ScaleCalculationMode.RCEIL,
                                   block_size: int = 32) -> MXTensor:
-    """Quantises rows along the last axis and sends them to the ranks of their experts. Backward sends hp rows back.
+    """Quantizes rows along the last axis and sends them to the ranks of their experts. Backward sends hp rows back.
 
     Args:
         input: [T, D] bf16, fp16 or fp32, rows sorted by destination rank, any strides. D is a multiple of 32.
@@ -396,14 +396,14 @@ def a2a_combine_hp_fwd_mxfp8_bwd(input: torch.Tensor, output_splits: list[int], 
                                  group_name: str | None = None,
                                  scaling_mode: ScaleCalculationMode = ScaleCalculationMode.RCEIL,
                                  block_size: int = 32, mxfp8_bwd: bool = True) -> torch.Tensor:
-    """Sends hp rows back to the ranks of their tokens, without weights or sums. Backward sends quantised rows.
+    """Sends hp rows back to the ranks of their tokens, without weights or sums. Backward sends quantized rows.
 
     Args:
         input: [R, N] bf16, fp16 or fp32. N is a multiple of 32 unless mxfp8_bwd is False.
         output_splits, input_splits: dispatch's input_splits and output_splits.
         group_name: name of the process group, or a group. None means all ranks.
-        scaling_mode, block_size: how the gradient is quantised.
-        mxfp8_bwd: True quantises the gradient, which arrives as an MXTensor. False sends it in hp.
+        scaling_mode, block_size: how the gradient is quantized.
+        mxfp8_bwd: True quantizes the gradient, which arrives as an MXTensor. False sends it in hp.
 
     Returns:
         [T, N] of input's dtype.

@@ -44,7 +44,7 @@ class MXFP8ExpertParallel(ParallelStyle):
         group_size_multiple_of: each expert's group is padded to a multiple of this number of rows.
         block_size: how many values share a scale, 32 or 128.
         scaling_mode: RCEIL or FLOOR, the rounding of scales.
-        mxfp8_bwd: True sends the gradient of combine in MXFP8. False sends it unquantised.
+        mxfp8_bwd: True sends the gradient of combine in MXFP8. False sends it unquantized.
 
     Raises:
         TypeError, ValueError: the block size, scaling mode or multiple is not valid. The module's forward raises them,

@@ -19,10 +19,10 @@ from .engine.metrics import PREFIX
 PANELS = [
     ("Load of experts: most (solid) and least loaded (dotted)", "of the mean", {"load_most": "-", "load_fewest": ":"}),
     ("Dropped choices", "share", {"dropped": "-"}),
-    ("Tokens in MXFP8: signal to quantisation noise", "dB", {"sqnr_db": "-"}),
+    ("Tokens in MXFP8: signal to quantization noise", "dB", {"sqnr_db": "-"}),
     ("Waiting for other ranks: mean (solid), longest (dotted)", "ms", {"wait_ms": "-", "wait_ms_most": ":"}),
 ]
-NAMED_LAYERS = 8  # more get a colour bar in place of a legend
+NAMED_LAYERS = 8  # more get a color bar in place of a legend
 
 Runs = dict[str, dict[str, list[tuple[int, float]]]]  # layer -> figure -> (training sample, value)
 
@@ -75,14 +75,14 @@ def plot(layers: Runs, target: Path) -> None:
     panels = [panel for panel in PANELS if any(name in of_layer for of_layer in layers.values() for name in panel[2])]
     figure, axes = pyplot.subplots(len(panels), sharex=True, figsize=(9, 2.4 * len(panels) + 0.6), squeeze=False,
                                    layout="constrained")
-    colours = matplotlib.colormaps["viridis"]
+    colors = matplotlib.colormaps["viridis"]
     shade = matplotlib.colors.Normalize(0, max(len(layers) / 0.9 - 1, 1))  # without the palest
     width = 1.4 if len(layers) <= NAMED_LAYERS else 0.8
     for (title, unit, styles), (panel, ) in zip(panels, axes, strict=True):
         for index, (layer, figures) in enumerate(layers.items()):
             for name, style in styles.items():
                 if name in figures:
-                    panel.plot(*zip(*figures[name], strict=True), style, color=colours(shade(index)), linewidth=width,
+                    panel.plot(*zip(*figures[name], strict=True), style, color=colors(shade(index)), linewidth=width,
                                marker="." if len(figures[name]) < 30 else None,
                                label=layer if name == next(iter(styles)) else None)
         panel.set_title(title, loc="left", fontsize=10)
@@ -91,17 +91,17 @@ def plot(layers: Runs, target: Path) -> None:
         panel.margins(x=0.02)
         panel.set_ylim(bottom=None if unit == "dB" else 0)
     axes[-1][0].set_xlabel("training samples")
-    _name_layers(figure, axes, list(layers), matplotlib.cm.ScalarMappable(shade, colours))
+    _name_layers(figure, axes, list(layers), matplotlib.cm.ScalarMappable(shade, colors))
     figure.savefig(target, dpi=130)
     pyplot.close(figure)
 
 
-def _name_layers(figure: Any, axes: Any, names: list[str], colours: Any) -> None:
+def _name_layers(figure: Any, axes: Any, names: list[str], colors: Any) -> None:
     if len(names) <= NAMED_LAYERS:
         handles, labels = axes[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=min(len(names), 4), fontsize=8)
         return
-    bar = figure.colorbar(colours, ax=axes[:, 0], label=f"MoE layer, {names[0]} to {names[-1]}",
+    bar = figure.colorbar(colors, ax=axes[:, 0], label=f"MoE layer, {names[0]} to {names[-1]}",
                           boundaries=[i - 0.5 for i in range(len(names) + 1)], pad=0.01, aspect=60)
     bar.set_ticks(range(0, len(names), max(1, len(names) // 8)))
 

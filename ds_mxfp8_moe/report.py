@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for text in devices(device_type):
         _line("device", text)
     for block_size in BLOCK_SIZES:
-        text = "operands are dequantised exactly, then multiplied by torch._grouped_mm in bf16"
+        text = "operands are dequantized exactly, then multiplied by torch._grouped_mm in bf16"
         if device_type == "cuda" and multiplies_mxfp8(torch.device(device_type), block_size):
             text = "MXFP8, on the tensor cores"
         _line(f"expert GEMMs, block {block_size}", text)
@@ -321,7 +321,7 @@ def _origin(config: MXFP8MoEConfig, key: str) -> str:
     if key in config.model_fields_set and getattr(config, key) is not None:
         return "given"
     if config.recipe == "bf16" and key in (*FORMAT_KEYS, "preactivation_dtype"):
-        return "recipe bf16 quantises nothing"
+        return "recipe bf16 quantizes nothing"
     return KEYS[key]["origin"]
 
 

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grouped GEMM of MXFP8 training, under torchao's name: quantise, multiply each group of rows by its own weight.
+"""The grouped GEMM of MXFP8 training, under torchao's name: quantize, multiply each group of rows by its own weight.
 
     pass      product                 A, or the gradient             weights
     forward   out = A W^T             MXFP8 along K                  MXFP8 along K
     dgrad     gA  = g W               MXFP8 along N                  MXFP8 along N
-    wgrad     gW  = g^T A, with_hp    both operands unquantised      not used
+    wgrad     gW  = g^T A, with_hp    both operands unquantized      not used
               gW  = g^T A, MXFP8      both operands MXFP8 along the rows
 
 An operand may be an MXTensor: A from dispatch, the gradient from combine's backward. The first two passes use it as it
 is, since its blocks lie along their contraction. The weight gradient contracts over the rows. With wgrad_with_hp it
-dequantises the MXTensor. Without, it re-scales the MXTensor along the rows, near-losslessly. On Hopper, with blocks of
-128, it quantises plain operands as the first two passes do, and then re-scales them too.
+dequantizes the MXTensor. Without, it re-scales the MXTensor along the rows, near-losslessly. On Hopper, with blocks of
+128, it quantizes plain operands as the first two passes do, and then re-scales them too.
 
-Weights are quantised in forward and again in backward. With block_size 128 they have one scale for each tile of
+Weights are quantized in forward and again in backward. With block_size 128 they have one scale for each tile of
 128x128 values, so both passes round them alike. Groups may have any size. If a kernel needs whole tiles of 128 rows,
 groups are padded on the device.
 
@@ -44,7 +44,7 @@ __all__ = ["KernelPreference", "ScaleCalculationMode", "_to_mxfp8_then_scaled_gr
 
 
 class KernelPreference(StrEnum):
-    """torchao's names. AUTO takes the device's MXFP8 kernel. EMULATED dequantises, then multiplies."""
+    """torchao's names. AUTO takes the device's MXFP8 kernel. EMULATED dequantizes, then multiplies."""
 
     AUTO = "auto"
     EMULATED = "emulated"
@@ -54,7 +54,7 @@ PREFERENCES = tuple(preference.value for preference in KernelPreference)
 
 
 def _exact_dtype(result_dtype: torch.dtype) -> torch.dtype:
-    """The dtype for dequantised operands. It holds them exactly, and is at least as wide as the product's result."""
+    """The dtype for dequantized operands. It holds them exactly, and is at least as wide as the product's result."""
     return torch.bfloat16 if result_dtype == torch.bfloat16 else torch.float32
 
 
@@ -69,16 +69,16 @@ class _Options:
     emulated: bool
 
     def native(self, device: torch.device) -> bool:
-        """Whether a kernel of the device multiplies MXFP8 of this block size without dequantising it."""
+        """Whether a kernel of the device multiplies MXFP8 of this block size without dequantizing it."""
         return not self.emulated and multiplies_mxfp8(device, self.block_size)
 
     def rows(self, x: torch.Tensor) -> MXTensor:
-        """Quantises rows along their last axis. Returns an MXTensor as it is."""
+        """Quantizes rows along their last axis. Returns an MXTensor as it is."""
         return x if isinstance(x, MXTensor) else casts.quantize(x, self.block_size, self.scaling_mode)
 
     def multiply(self, x_MK: MXTensor, w_ENK: torch.Tensor, ends_E: torch.Tensor, transposed: bool,
                  result_dtype: torch.dtype) -> torch.Tensor:
-        """x w^T, or x w with `transposed`. Quantises the weights along the contraction."""
+        """x w^T, or x w with `transposed`. Quantizes the weights along the contraction."""
         weights = casts.quantize_weights([w_ENK], self.block_size, self.scaling_mode, transposed)
         if not self.native(x_MK.device):
             x, w = (casts.dequantize(one, _exact_dtype(result_dtype)) for one in (x_MK, weights))
@@ -109,7 +109,7 @@ class _Options:
         return grouped_mm_wgrad(g, a, ends_E, result_dtype, aligned=False)
 
     def _columns(self, x_MN: torch.Tensor, row_P: torch.Tensor) -> MXTensor:
-        """The rows at their P padded places, quantised along the rows: [N, P]."""
+        """The rows at their P padded places, quantized along the rows: [N, P]."""
         if isinstance(x_MN, MXTensor) and x_MN.block_size == self.block_size:
             return casts.rescale_columns(gather_rows(x_MN, row_P), self.scaling_mode)
         plain = casts.dequantize(x_MN, torch.float32) if isinstance(x_MN, MXTensor) else x_MN
@@ -287,9 +287,9 @@ def _to_mxfp8_then_scaled_grouped_mm(A: torch.Tensor, B_t: torch.Tensor, offs: t
             past the last end give zero rows and zero gradients.
         bias: [N], or [E, N] with one row for each group. It is added in out_dtype.
         out_dtype: bf16, fp16 or fp32.
-        kernel_preference: AUTO takes the device's MXFP8 kernel where grouped_gemm.py has one. EMULATED dequantises the
+        kernel_preference: AUTO takes the device's MXFP8 kernel where grouped_gemm.py has one. EMULATED dequantizes the
             operands and calls torch._grouped_mm.
-        wgrad_with_hp: True computes the weight gradient from A and the gradient as they came. False quantises both to
+        wgrad_with_hp: True computes the weight gradient from A and the gradient as they came. False quantizes both to
             MXFP8 along the rows.
         scale_calculation_mode: RCEIL or FLOOR, the rounding of scales.
         pad_token_groups_for_grouped_mm: accepted for compatibility with torchao. Groups need no padding here.

@@ -21,7 +21,7 @@ from ..layers.held_experts import HeldExperts, gate_above_up
 from ..recognition.stacked import DOWN
 from .shards import ShardReader
 
-# How the names of a quantised weight's parts end, in place of the weight's own name.
+# How the names of a quantized weight's parts end, in place of the weight's own name.
 PARTS = ("_scale_inv", "_blocks", "_scales")
 NUMBER = "<number>"
 MERGES = (["MergeModulelist"], ["MergeModulelist", "Concatenate"], [])
@@ -153,15 +153,15 @@ class ExpertTensors:
             made = self._of_mxfp4(stack, names[0], expert)
             _check_shape(names[0], made, (rows, columns))
             return made
-        quantised, weights = "_scale_inv" in source.forms, self._read(stack, "", expert)
-        if quantised and not source.merges:
+        quantized, weights = "_scale_inv" in source.forms, self._read(stack, "", expert)
+        if quantized and not source.merges:
             raise RuntimeError(f"{names[0]} is in block FP8, and becomes {self._name}.{stack} by more than merging: "
                                "use transformers' from_pretrained")
         if source.merges:
             shape = (rows // len(names), columns)
             for name, weight in zip(names, weights, strict=True):
-                _check_shape(name, weight, shape[::-1] if self._layout.is_transposed and not quantised else shape)
-        if quantised:
+                _check_shape(name, weight, shape[::-1] if self._layout.is_transposed and not quantized else shape)
+        if quantized:
             return self._of_block_fp8(stack, names, weights, self._read(stack, "_scale_inv", expert))
         return self._of_high_precision(stack, names, weights)
 
@@ -190,7 +190,7 @@ class ExpertTensors:
         if len(weights) == len(factors) == 2:
             parts = zip(names, weights, factors, strict=True)
             return above([from_block_fp8(*part, self._rounding) for part in parts], self._rounding)
-        # transformers writes weights of single experts with the scales of a stack, if it has quantised them itself
+        # transformers writes weights of single experts with the scales of a stack, if it has quantized them itself
         for name, weight in zip(names, weights, strict=True):
             if weight.dtype != weights[0].dtype:
                 raise TypeError(f"{name} has dtype {weight.dtype}, and {names[0]} has {weights[0].dtype}")

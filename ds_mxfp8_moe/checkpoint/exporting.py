@@ -185,7 +185,7 @@ def _parts(model: Published, weights: str, bucket_bytes: int,
         yield pair,
     restore_persistent(model.engine)
     if rounding.changed:
-        trained = {f"blocks of {stack.recipe.block_size}" if stack.recipe else "unquantised weights"
+        trained = {f"blocks of {stack.recipe.block_size}" if stack.recipe else "unquantized weights"
                    for stack in model.stacks}
         log_on_rank_0(f"mxfp8_moe: experts were exported in tiles of {TILE}x{TILE}, and training multiplies with "
                         f"{' and '.join(sorted(trained))}: SQNR {rounding.sqnr_db:.1f} dB between the two, over the "

@@ -2,7 +2,7 @@
 """Loads a Hugging Face model whose experts never exist in high precision: from the checkpoint's files into MXFP8.
 
 transformers builds the model without memory and loads all of it but the experts. The experts' tensors are read from
-the files one by one, each rank only its own, and quantised on the device: bf16, block FP8 or MXFP4, single experts or
+the files one by one, each rank only its own, and quantized on the device: bf16, block FP8 or MXFP4, single experts or
 stacks of them.
 """
 
@@ -82,7 +82,7 @@ def _with_name(error: Exception, name_or_path: str | os.PathLike) -> Exception:
 
 
 class _Loader:
-    """Where this rank's experts are, and how they are quantised.
+    """Where this rank's experts are, and how they are quantized.
 
     Attributes:
         rounding: what differs from the files.
@@ -209,7 +209,7 @@ class _Loader:
 def _check_loaded(info: Any, load_config: Any, held: dict[str, HeldExperts]) -> None:
     """Raises RuntimeError: tensors do not fit the model, or a bias of the experts is missing.
 
-    transformers names the former in its log alone. The latter would stay uninitialised, since transformers does not
+    transformers names the former in its log alone. The latter would stay uninitialized, since transformers does not
     know HeldExperts. Zeros are no substitute: these experts are frozen, so training cannot make up for them.
     """
     problems = {f"{name}.{one}": "is in no file of the checkpoint, or has another shape there"

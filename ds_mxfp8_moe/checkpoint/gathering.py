@@ -202,14 +202,14 @@ def tensors(model: torch.nn.Module, gather: Gather, wanted: Wanted) -> Iterator[
     Nothing where not `gather.keep`. `wanted`: see `whole_state_dict`.
     """
     entries = {name: value for name, value in model.state_dict(keep_vars=True).items() if wanted(name, value)}
-    dequantised = {name for name in frozen_layers(model) if wanted(f"{name}.experts.w1", torch.empty(0))}
-    if dequantised and gather.on_host:
-        log_on_rank_0(f"mxfp8_moe: the frozen experts of {len(dequantised)} layers, which are held in MXFP8, are "
+    dequantized = {name for name in frozen_layers(model) if wanted(f"{name}.experts.w1", torch.empty(0))}
+    if dequantized and gather.on_host:
+        log_on_rank_0(f"mxfp8_moe: the frozen experts of {len(dequantized)} layers, which are held in MXFP8, are "
                         "saved in the model's dtype, with the values that they compute with")
     for name, block in expert_blocks(model):
         own = {key: entries.pop(f"{name}.experts.{key}", None) for key in SPREAD_NAMES}
         entries.pop(f"{name}.experts.expert_bias", None)  # of engine/balance.py: transformers has no place for it
-        weights = frozen_of(block.experts).dequantized() if name in dequantised else own.values()
+        weights = frozen_of(block.experts).dequantized() if name in dequantized else own.values()
         for key, tensor in _stacks(block, gather.layer_experts(block, weights)):
             yield f"{name}.experts.{base_prefix(block)}{key}", tensor
     tied, uses = {}, Counter(map(id, entries.values()))

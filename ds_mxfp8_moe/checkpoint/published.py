@@ -278,7 +278,7 @@ def _names(engine: DeepSpeedEngine) -> Names:
     if sorted(chain(published, *converted.values())) != sorted(saved):
         raise RuntimeError(f"published checkpoints of {skeleton.config.model_type} hold {lost[0]} in a form that this "
                            "function does not know. ds_mxfp8_moe.save_pretrained(engine, directory) writes the model "
-                           "without quantisation")
+                           "without quantization")
     of_stacks = {name: converted.get(name, [others.get(name)]) for name, mark in marked.items() if not mark.is_meta}
     return replace(
         found, others=others, converted=converted, tied=tied,

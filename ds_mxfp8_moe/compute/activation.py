@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens between an expert's two GEMMs: activation, routing weight and quantisation, forward and backward.
+"""What happens between an expert's two GEMMs: activation, routing weight and quantization, forward and backward.
 
 Where the device runs Triton kernels, these functions call them (ops/triton_kernels/activation.py). Elsewhere they
 compute in plain torch, which is the kernels' reference. P: rows, G: width of the first GEMM, F: FFN size, E: experts.

@@ -5,7 +5,7 @@ Block FP8 (DeepSeek-V3 and its followers) stores e4m3 data [N, K] and a factor f
 `weight_scale_inv`: a value is data * factor. Where the factors are powers of two, this is a tiled MXTensor, byte for
 byte. MXFP4 (gpt-oss) stores pairs of e2m1 values, and one E8M0 byte for 32 values of a row.
 
-What is no tile of MXFP8 is computed in float32 and quantised again, with mx.py's rule:
+What is no tile of MXFP8 is computed in float32 and quantized again, with mx.py's rule:
 
     factors that are powers of two     data and scales stay
     other factors                      each value is rounded a second time, to 4 significant bits
@@ -14,7 +14,7 @@ What is no tile of MXFP8 is computed in float32 and quantised again, with mx.py'
     factor 0                           the tile is zero
     NaN or Inf as factor, NaN as data  the tile is NaN: scale byte 255, data 0x7F
 
-A weight is quantised again as a whole if one of its tiles has to be. That changes no value of the other tiles, since
+A weight is quantized again as a whole if one of its tiles has to be. That changes no value of the other tiles, since
 their new scale is at most their old one. `Rounding` counts what changed.
 """
 
@@ -172,7 +172,7 @@ def quantize_again(values: torch.Tensor | MXTensor, rounding: Rounding | None = 
 
 def above(parts: Sequence[MXTensor], rounding: Rounding | None = None) -> MXTensor:
     """Tiled matrices [..., N, K], one above the other: gate above up. Bytes stay if all but the last have a multiple
-    of 128 rows. Else tiles cross the borders, and all are quantised again."""
+    of 128 rows. Else tiles cross the borders, and all are quantized again."""
     first, uint8 = parts[0], torch.uint8
     if any(part.shape[-2] % TILE for part in parts[:-1]):
         return quantize_again(torch.cat([dequantize(part, torch.float32) for part in parts], dim=-2), rounding,
@@ -183,7 +183,7 @@ def above(parts: Sequence[MXTensor], rounding: Rounding | None = None) -> MXTens
 
 def rows_of(tiles: MXTensor, start: int, stop: int, rounding: Rounding | None = None) -> MXTensor:
     """Rows `start` to `stop` of a tiled matrix [..., N, K]: gate or up. Bytes stay if `start` is a multiple of 128.
-    Else the rows are quantised again, in tiles that begin at `start`."""
+    Else the rows are quantized again, in tiles that begin at `start`."""
     if start % TILE == 0:
         return tiles.with_parts(tiles.qdata[..., start:stop, :],
                                 tiles.scale_bytes[..., start // TILE:-(-stop // TILE), :])

@@ -6,7 +6,7 @@ A user's expert is any nn.Module. It may take the MXFP8 path only if it computes
     mlp      y = act(x W1^T + b1) W2^T + b2
     gated    y = (act(x Wg^T + bg) * up(x Wu^T + bu)) W2^T + b2     Wg and Wu apart, or packed into one [2F, H] weight
 
-with weights in nn.Linear's layout [out, in] and every bias optional. recognise.py decides which one. up(v) is v. Only
+with weights in nn.Linear's layout [out, in] and every bias optional. recognize.py decides which one. up(v) is v. Only
 the activation swiglu_oai (gpt-oss, MiniMax-M3) has another:
 
     act(v) = v sigmoid(alpha v)        up(v) = v + 1
@@ -29,7 +29,7 @@ ROLES = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
 def _at_most(x: torch.Tensor, limit: float) -> torch.Tensor:
     """x.clamp(max=limit), whose gradient is 1 at exactly the limit, as in the kernels.
 
-    Quantised values often lie there. The gradient of torch's clamp is 1 there until 2.14, and 0 from 2.15 on.
+    Quantized values often lie there. The gradient of torch's clamp is 1 there until 2.14, and 0 from 2.15 on.
     """
     return torch.where(x > limit, limit, x)
 
@@ -82,7 +82,7 @@ PACKED = ("gate_up", "up_gate")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class NotRecognised(Exception):
+class NotRecognized(Exception):
     """The experts of a layer compute none of the formulas. The message gives the reason in one sentence."""
 
 

@@ -2,13 +2,13 @@
 """Grouped GEMMs over rows sorted by expert, for operands that are plain or MXFP8, and which kernel multiplies them.
 
     operands                  kernel                                              else
-    MXFP8, blocks of 128      sm_90: FP8 tensor cores, Gluon; sm_100: as below    dequantised, torch's grouped_mm
-    MXFP8, blocks of 32       sm_100: scaled tensor cores, Triton                 dequantised, torch's grouped_mm
+    MXFP8, blocks of 128      sm_90: FP8 tensor cores, Gluon; sm_100: as below    dequantized, torch's grouped_mm
+    MXFP8, blocks of 32       sm_100: scaled tensor cores, Triton                 dequantized, torch's grouped_mm
     bf16, fp16                sm_90: Gluon                                        torch's grouped_mm
 
-The reference dequantises, exactly in bfloat16, and multiplies by torch's grouped_mm in the operands' dtype with
+The reference dequantizes, exactly in bfloat16, and multiplies by torch's grouped_mm in the operands' dtype with
 accumulation in float32. Where a CPU would emulate that dtype, it multiplies in float32 and rounds the result once.
-sm_90 dequantises blocks of 32 once, outside the GEMM, since its tensor cores cannot apply a scale every 32 values. The
+sm_90 dequantizes blocks of 32 once, outside the GEMM, since its tensor cores cannot apply a scale every 32 values. The
 kernels' own files choose their tiles, from shapes alone.
 
 P: rows, E: groups. `ends_E`: the int32 end of each group's rows, on the device. P and all groups are multiples of 128
@@ -30,7 +30,7 @@ HOPPER = (9, 0)
 
 
 def multiplies_mxfp8(device: torch.device, block_size: int) -> bool:
-    """Whether the device has kernels that multiply MXFP8 of this block size without dequantising it."""
+    """Whether the device has kernels that multiply MXFP8 of this block size without dequantizing it."""
     return capability(device)[0] == 10 or (capability(device) == HOPPER and block_size == TILE)
 
 
@@ -136,7 +136,7 @@ def grouped_mm_wgrad_rows(g: torch.Tensor, a_PK: torch.Tensor, ends_E: torch.Ten
     Args:
         scaling_mode: re-scales both operands, which are MXFP8, along the rows in this mode and multiplies them as
             MXFP8. Hopper's kernel, in any mode, gives each tile of 128 x 128 values the largest of its rows' scales.
-            With None, MXFP8 operands are dequantised exactly.
+            With None, MXFP8 operands are dequantized exactly.
         g_columns: g is in column form [N, P] already.
         splits: pieces into which N is cut. It divides N.
         sums: where the result goes, one for each split. () returns it.
@@ -178,7 +178,7 @@ def _kernel_of_wgrad_rows(g: torch.Tensor, a_PK: torch.Tensor, rescaled: bool) -
     """Hopper's kernel for weight gradients of rows. None if it does not take these operands.
 
     With `rescaled` it is the kernel that multiplies MXFP8 rows as MXFP8. Otherwise it is the kernel that takes two
-    operands in bf16, two in fp16, or MXFP8 rows, which it dequantises, together with bf16 or MXFP8 of the same block
+    operands in bf16, two in fp16, or MXFP8 rows, which it dequantizes, together with bf16 or MXFP8 of the same block
     size.
     """
     if capability(g.device) != HOPPER:
@@ -221,7 +221,7 @@ def _both_mxfp8(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:
-    """x, dequantised if it is an MXTensor: to the dtype that it shows, or to bfloat16 if that is float16."""
+    """x, dequantized if it is an MXTensor: to the dtype that it shows, or to bfloat16 if that is float16."""
     if isinstance(x, MXTensor):
         # e4m3 times a power of two may lie beyond float16's range, but not beyond bfloat16's.
         return casts.dequantize(x, torch.bfloat16 if x.orig_dtype == torch.float16 else x.orig_dtype)
@@ -230,7 +230,7 @@ def plain(x: torch.Tensor) -> torch.Tensor:
 
 def _operands(a: torch.Tensor, b: torch.Tensor) -> tuple:
     a, b = plain(a), plain(b)
-    if a.dtype != b.dtype:  # a float16 tensor, and one that `plain` dequantised to bfloat16
+    if a.dtype != b.dtype:  # a float16 tensor, and one that `plain` dequantized to bfloat16
         a, b = a.float(), b.float()
     if emulated(a.device, a.dtype):  # float32 holds the products exactly, and sums are float32 anyway
         a, b = a.float(), b.float()

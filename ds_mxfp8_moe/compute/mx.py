@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The MXFP8 format in plain PyTorch: casts, which are the oracle of the kernels, and a tensor of data and scales.
 
-MXFP8 (OCP Microscaling Formats v1.0) stores values as e4m3 data. Each block of 32 neighbours along the last axis has
-one E8M0 scale: a power of two, stored as a byte with bias 127. With `block_size` 128, four neighbouring blocks share
+MXFP8 (OCP Microscaling Formats v1.0) stores values as e4m3 data. Each block of 32 neighbors along the last axis has
+one E8M0 scale: a power of two, stored as a byte with bias 127. With `block_size` 128, four neighboring blocks share
 one scale. A `tiled` weight has one scale for each tile of 128x128 values. If an axis is a multiple of 32 but not of
 128, its last block of 128 is shorter.
 
@@ -12,7 +12,7 @@ one scale. A `tiled` weight has one scale for each tile of 128x128 values. If an
     zero block     scale byte 0, data 0 with its signs
     NaN, Inf       anywhere in a block give scale byte 255 and data bytes 0x7F, so data or scale alone reads as NaN
 
-Dequantised values are exact in bfloat16, since they are 4 significant bits times a power of two. Exceptions are values
+Dequantized values are exact in bfloat16, since they are 4 significant bits times a power of two. Exceptions are values
 below 2^-133, bfloat16's smallest, and values that rounding lifts to 2^128, which is Inf in bfloat16 and in float32.
 """
 
@@ -47,12 +47,12 @@ class MXTensor(torch.Tensor):
         qdata: float8_e4m3fn, the tensor's own shape [..., R, K].
         scale: float8_e8m0fnu, [..., R, ceil(K / block_size)], or [..., ceil(R / 128), ceil(K / 128)] with `tiled`.
         block_size: values along the last axis that share a scale: 32 or 128.
-        orig_dtype: the dtype before the cast. The tensor shows it as its dtype, and is dequantised to it.
+        orig_dtype: the dtype before the cast. The tensor shows it as its dtype, and is dequantized to it.
         tiled: whether each tile of 128x128 values has one scale (weights).
 
     Ops that move whole rows move data and scales: slices, selects, index, cat, views that keep the last axis, clone,
-    detach and to. Every other op dequantises its operands first. Writing into an MXTensor is an error, except for
-    `add_`, which autograd uses to accumulate: it quantises the sum again, with rceil. Autograd accepts an MXTensor as
+    detach and to. Every other op dequantizes its operands first. Writing into an MXTensor is an error, except for
+    `add_`, which autograd uses to accumulate: it quantizes the sum again, with rceil. Autograd accepts an MXTensor as
     the gradient of a tensor of `orig_dtype`.
     """
 
@@ -166,7 +166,7 @@ def _check_parts(qdata, scale, block_size, orig_dtype, tiled) -> None:
 
 
 class _Dequantize(torch.autograd.Function):
-    """Dequantises. Its gradient is that of a change of dtype."""
+    """Dequantizes. Its gradient is that of a change of dtype."""
 
     @staticmethod
     def forward(ctx, mx, output_dtype):
@@ -375,7 +375,7 @@ def parts_of(x: torch.Tensor) -> torch.Tensor | MXParts:
 
 
 def sqnr_db(reference: torch.Tensor, actual: torch.Tensor) -> float:
-    """Signal to quantisation noise ratio of `actual` against `reference`, in dB. inf if they are equal."""
+    """Signal to quantization noise ratio of `actual` against `reference`, in dB. inf if they are equal."""
     reference, actual = reference.detach().float(), actual.detach().float()
     noise = (reference - actual).norm()
     return float("inf") if noise == 0 else (20 * torch.log10(reference.norm() / noise)).item()

@@ -71,7 +71,7 @@ def about_keys(config: MXFP8MoEConfig, layers: Iterable[torch.nn.Module]) -> lis
         lines += [f'"{key}" has no effect: every rank holds all experts of its layers, so no tokens travel'
                   for key in keys]
     if config.recipe == "bf16":
-        lines += [f'"{key}" has no effect: the recipe "bf16" quantises nothing'
+        lines += [f'"{key}" has no effect: the recipe "bf16" quantizes nothing'
                   for key, about in KEYS.items() if about["mxfp8"] and key in config.model_fields_set]
     held = [frozen_of(layer.experts) is not None for layer in layers]
     if layers and config.frozen_experts == "mxfp8" and not any(held):
@@ -101,7 +101,7 @@ def about_speed(config: dict, section: MXFP8MoEConfig, model: torch.nn.Module | 
     micro_batches = config.get("gradient_accumulation_steps", 1)
     several = isinstance(micro_batches, int) and micro_batches > 1
     if section.keep_quantized_weights is False and section.recipe != "bf16" and several:
-        lines.append(f'"keep_quantized_weights": false quantises weights in each of the {micro_batches} micro-batches '
+        lines.append(f'"keep_quantized_weights": false quantizes weights in each of the {micro_batches} micro-batches '
                      "of a step: leave it out")
     if config.get("wall_clock_breakdown"):
         lines.append('"wall_clock_breakdown" makes the host wait for the GPU: switch it off when you have measured')

@@ -21,7 +21,7 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
 from ..compat.private_names import missing
 from ..compute.crossover import min_tokens_per_expert
-from ..compute.formula import Activation, ExpertFormula, ExpertWeights, NotRecognised
+from ..compute.formula import Activation, ExpertFormula, ExpertWeights, NotRecognized
 from ..config import ConfigError, MXFP8MoEConfig, Recipe, current_device, resolve
 from ..ffn.expert_math import unquantized
 from ..layers.adapters import outermost_wrapper, wrappers_of
@@ -30,7 +30,7 @@ from ..layers.experts import ExpertBlock, MXFP8Experts
 from ..layers.frozen_experts import frozen_layers, frozen_of
 from ..layers.settings import LayerSettings
 from ..recognition.activation_proof import activation_of
-from ..recognition.recognise import ExpertsAtConversion, foreign_code, recognise
+from ..recognition.recognize import ExpertsAtConversion, foreign_code, recognize
 from ..recognition.stacked import shape_of
 
 LEFT_OUT, SWITCHED_OFF = "left out by 'include' and 'exclude'", "'enabled' is false"  # reasons in a LayerReport
@@ -145,11 +145,11 @@ def convert_layers(model: torch.nn.Module, config: MXFP8MoEConfig, broken: str =
             continue
         try:
             if kind == "AutoEP":
-                raise NotRecognised(_AUTOEP)
+                raise NotRecognized(_AUTOEP)
             if gone := broken or missing("classic layers"):
-                raise NotRecognised(gone)
+                raise NotRecognized(gone)
             formula = _classic_formula(module, shared)
-        except NotRecognised as reason:
+        except NotRecognized as reason:
             layers.append(LayerReport(label, kind, False, f"{reason}; it runs DeepSpeed's own path"))
             continue
         inner = module.deepspeed_moe
@@ -240,7 +240,7 @@ def _trained(layer: torch.nn.Module) -> str:
 def _describe(settings: LayerSettings, formula: str) -> str:
     recipe = settings.recipe
     if not recipe.quantize_gemm:
-        return f"recipe bf16 (no quantisation), {formula}"
+        return f"recipe bf16 (no quantization), {formula}"
     threshold = f", {settings.threshold}" if settings.threshold else ""
     return f"recipe {settings.config.recipe}{threshold}, blocks of {recipe.block_size}, {formula}"
 
@@ -265,21 +265,21 @@ def shared_parameters(model: torch.nn.Module) -> dict[torch.nn.Parameter, str]:
 
 
 def _refuse_foreign_code(*modules: torch.nn.Module) -> None:
-    """Raises NotRecognised for modules with hooks or a replaced forward that a converted layer would skip."""
+    """Raises NotRecognized for modules with hooks or a replaced forward that a converted layer would skip."""
     for module in modules:
         # DeepSpeed's own hooks are not foreign.
         if foreign := foreign_code(module):
-            raise NotRecognised(f"its {type(module).__name__} has {foreign}, which this path would ignore")
+            raise NotRecognized(f"its {type(module).__name__} has {foreign}, which this path would ignore")
 
 
 def _refuse_replaced_forward(*modules: torch.nn.Module) -> None:
     if any("forward" in vars(module) for module in modules):
-        raise NotRecognised("the layer's forward method is replaced on the instance")
+        raise NotRecognized("the layer's forward method is replaced on the instance")
 
 
 def _refuse_subclass(module: torch.nn.Module, kind: type) -> None:
     if type(module) is not kind:
-        raise NotRecognised(f"its {kind.__name__} is a {type(module).__name__}, whose behaviour is unknown")
+        raise NotRecognized(f"its {kind.__name__} is a {type(module).__name__}, whose behavior is unknown")
 
 
 def _classic_formula(layer: deepspeed_layer.MoE, shared: dict) -> ExpertFormula:
@@ -289,13 +289,13 @@ def _classic_formula(layer: deepspeed_layer.MoE, shared: dict) -> ExpertFormula:
     _refuse_subclass(inner.gate, TopKGate)
     _refuse_subclass(inner.experts, Experts)
     if inner.use_tutel:
-        raise NotRecognised("it uses Tutel")
+        raise NotRecognized("it uses Tutel")
     # One layer with tensor-parallel experts makes DeepSpeed group and exchange that way in all layers.
     split_experts = layer.enable_expert_tensor_parallelism or groups._get_expert_model_parallel_world_size() > 1
     if split_experts and bwc_tensor_model_parallel_world_size(groups.mpu) > 1:
-        raise NotRecognised("its experts are tensor-parallel")
+        raise NotRecognized("its experts are tensor-parallel")
     _refuse_foreign_code(inner.experts, inner.experts.deepspeed_experts)
     _refuse_replaced_forward(layer, inner)
-    return recognise(inner.experts.deepspeed_experts, inner.gate.wg.in_features, shared)
+    return recognize(inner.experts.deepspeed_experts, inner.gate.wg.in_features, shared)
 
 

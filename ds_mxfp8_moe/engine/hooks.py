@@ -73,7 +73,7 @@ def hook_steps(engine: MoEEngine) -> None:
     """Lets the engine work around each step of its optimizer. A second call changes nothing.
 
     After the step, the engine moves the biases of experts and writes metrics, as the latest `balance_loads` and
-    `write_metrics` decided. After the first step it decides whether to keep quantised weights. After a skipped step it
+    `write_metrics` decided. After the first step it decides whether to keep quantized weights. After a skipped step it
     looks for the first NaN.
     """
     if not engine._mxfp8.steps and not say_if_missing("steps"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets an engine's layers keep the quantised weights of their experts (ffn/kept_weights.py).
+"""Lets an engine's layers keep the quantized weights of their experts (ffn/kept_weights.py).
 
 With "keep_quantized_weights": true they keep them from the start on, with false never. Without the key, the first step
 decides: it shows how often a layer runs in a step, and how much memory stays free. Kept weights need fewer casts, so
@@ -31,7 +31,7 @@ MOST_OF_FREE = 0.5  # of the memory that the first step left free, which later a
 
 
 def keep_quantized_weights(engine: DeepSpeedEngine, config: MXFP8MoEConfig, converted: int) -> None:
-    """Lets the engine's layers keep quantised weights, as their config asks for it and where the engine allows it.
+    """Lets the engine's layers keep quantized weights, as their config asks for it and where the engine allows it.
 
     The engine clears them before and after all that changes weights, above all the optimizer's step, skipped or not.
     Steps leave those of frozen experts alone.
@@ -117,7 +117,7 @@ class _FirstStep:
 
 
 def _keep(engine: DeepSpeedEngine, layers: list) -> None:
-    """From now on, layers keep their quantised weights, except those that run in bf16 whatever the batch."""
+    """From now on, layers keep their quantized weights, except those that run in bf16 whatever the batch."""
     device = torch.device(get_accelerator().current_device_name())
     for layer in layers:
         settings = layer.mxfp8_settings
@@ -141,7 +141,7 @@ def _frozen(layer: torch.nn.Module) -> bool:
 
 
 def _bytes(layers: list) -> int:
-    """Of the quantised weights, in the forms for forward and for backward."""
+    """Of the quantized weights, in the forms for forward and for backward."""
     return 2 * sum(p.numel() for layer in layers for p in layer.experts.parameters() if p.dim() > 1)
 
 
@@ -155,7 +155,7 @@ def free_bytes() -> int:
 
 @contextmanager
 def weights_change(engine: DeepSpeedEngine, of_frozen: bool = False) -> Iterator[None]:
-    """Around all that changes an engine's weights: layers quantise them again. `of_frozen`: of frozen experts, too."""
+    """Around all that changes an engine's weights: layers quantize them again. `of_frozen`: of frozen experts, too."""
     _clear(engine, of_frozen)
     try:
         yield

@@ -5,7 +5,7 @@ DeepSpeed makes the process groups, asks its class AutoEP which MoE blocks there
 `spread_experts`, `_Spreading` stands for that class. It replaces a block's experts and leaves the block.
 
 A block's experts are trained, in the model's dtype, or frozen and held in MXFP8 alone (the key "frozen_experts"). The
-weights of frozen experts go to the device one expert after the other and are quantised there, and the block's own are
+weights of frozen experts go to the device one expert after the other and are quantized there, and the block's own are
 freed before the next block. So the start takes no memory of the host beside the user's model. On the device it takes
 the memory of the experts in MXFP8, which stay, and of two copies of one expert in the model's dtype. If ZeRO-3 has
 partitioned the parameters, a layer is gathered at once.
@@ -210,7 +210,7 @@ class _Spreading:
     def end(self) -> None:
         """Raises RuntimeError on every rank, if one of them failed. Makes copies of experts on several ranks equal, as
         DeepSpeed does with parameters."""
-        failure = failure_in_world(self.failure, "the start (every rank quantises its experts)")
+        failure = failure_in_world(self.failure, "the start (every rank quantizes its experts)")
         if failure:
             raise RuntimeError(f"frozen experts could not be held in MXFP8: {failure}")
         for _, block in expert_blocks(self.model) if self.frozen else ():

@@ -21,7 +21,7 @@ from ..compat.patches import patched, undo_wraps, wrap
 from ..compat.private_names import missing, say_if_missing
 from ..config import SECTION, ConfigError, MXFP8MoEConfig, parse
 from ..layers.experts import converted_layers
-from ..layers.held_experts import holds_experts, quantised_experts
+from ..layers.held_experts import holds_experts, quantized_experts
 from ..ops.log import log_on_rank_0
 from ..transport.agreement import compare_starts
 from .attach import attach
@@ -95,7 +95,7 @@ def _preparing(config: MXFP8MoEConfig, model: torch.nn.Module | None) -> Iterato
                 logger.addFilter(_is_news)
                 stack.callback(logger.removeFilter, _is_news)
                 if not say_if_missing("FP8 experts"):
-                    stack.enter_context(quantised_experts(model))
+                    stack.enter_context(quantized_experts(model))
             elif holds_experts(model):
                 raise ConfigError('the model\'s experts are held in MXFP8 alone: write "mxfp8_moe": {"enabled": true}')
             yield

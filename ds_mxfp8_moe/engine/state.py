@@ -22,7 +22,7 @@ class EngineState:
     Attributes:
         steps: whether anything of ours happens around the optimizer's steps.
         after_step: what acts after each of them, by its name in ORDER.
-        keeping: layers that keep quantised weights.
+        keeping: layers that keep quantized weights.
         step_hook: of the optimizer, for them.
         checkpoints: the engine's way of saving and loading. None: DeepSpeed's.
     """

@@ -52,15 +52,15 @@ class Call:
 
     def plan(self, expert_TK: torch.Tensor, x_TH: torch.Tensor, tensors: Sequence[torch.Tensor],
              backward: bool) -> tuple[Any, "Call", list[Projection]]:
-        """The plan of a forward's exchange; the call, unquantised if experts get few tokens; and its `projections`.
+        """The plan of a forward's exchange; the call, unquantized if experts get few tokens; and its `projections`.
 
         `backward`: whether a backward follows.
         """
         ffn, ahead = self.ffn, []
 
         def meanwhile() -> None:
-            """While the host waits for the counts, the device quantises weights."""
-            if not ffn.has_few_tokens(expert_TK):  # else the call will probably run unquantised
+            """While the host waits for the counts, the device quantizes weights."""
+            if not ffn.has_few_tokens(expert_TK):  # else the call will probably run unquantized
                 ahead.extend(self.projections(tensors, transposed=False, quantized=True))
 
         rows = _rows_in_words(x_TH.shape[1], x_TH.dtype, ffn.recipe, ffn.min_tokens_per_expert, backward)
@@ -73,12 +73,12 @@ class Call:
 
     def projections(self, tensors: Sequence[torch.Tensor], transposed: bool,
                     quantized: bool = False) -> list[Projection]:
-        """The GEMMs "up" and "down". Their weights are quantised if the layer's calls share quantised weights.
+        """The GEMMs "up" and "down". Their weights are quantized if the layer's calls share quantized weights.
 
         Args:
             tensors: adapters' factors, and flat weights.
             transposed: the GEMMs contract over the weights' second to last axis, as backward's do.
-            quantized: quantises the weights in any case, if the recipe does.
+            quantized: quantizes the weights in any case, if the recipe does.
         """
         count = 2 * len(self.adapted)
         adapters = {name: LowRank(*tensors[2 * i:2 * i + 2]) for i, name in enumerate(self.adapted)}
@@ -90,14 +90,14 @@ class Call:
         return [one if kept is None else self.quantized(one, name, kept, transposed) for name, one in found.items()]
 
     def kept(self, weights: Sequence[torch.Tensor], transposed: bool) -> dict[str, MXTensor] | None:
-        """The quantised weights that the layer's calls share, by GEMM. None: they share none."""
+        """The quantized weights that the layer's calls share, by GEMM. None: they share none."""
         if self.ffn.kept is None or not self.math.recipe.quantize_gemm or self.frozen is not None:
             return None
         matrices = sum(size or 1 for role, size in self.layout if not role.endswith("_bias"))  # biases come last
         return self.ffn.kept.of(weights[:matrices], transposed)
 
     def quantized(self, one: Projection, name: str, kept: dict[str, MXTensor], transposed: bool) -> Projection:
-        """The projection with quantised weights, which are in `kept` afterwards."""
+        """The projection with quantized weights, which are in `kept` afterwards."""
         if name not in kept:
             kept[name] = self.math.quantize_weights(one.weights, transposed)
         return one._replace(weights=kept[name])

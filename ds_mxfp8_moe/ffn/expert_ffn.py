@@ -14,9 +14,9 @@ In code, dw is `dweight`. The routing weight acts inside the activation. Combine
 gradient travels unweighted, one copy to each rank.
 
 Backward needs x_PH and h_PF, which are kept in MXFP8, and pre_PG, which is kept in MXFP8 or in the tokens' dtype
-(`recipe.preactivation`). The experts' weights are not copied: backward quantises them again. With `ExpertFFN.kept`,
-calls share quantised weights instead. Weights that are held in MXFP8 alone (frozen_weights.py) are read as they are,
-and backward transposes them for one GEMM at a time. A recipe without quantisation keeps everything in the tokens'
+(`recipe.preactivation`). The experts' weights are not copied: backward quantizes them again. With `ExpertFFN.kept`,
+calls share quantized weights instead. Weights that are held in MXFP8 alone (frozen_weights.py) are read as they are,
+and backward transposes them for one GEMM at a time. A recipe without quantization keeps everything in the tokens'
 dtype.
 
 This file is the differentiable function. expert_math.py computes the rows, transport/ moves them, compute/casts.py and
@@ -25,17 +25,17 @@ compute/grouped_gemm.py choose the kernels, and compute/recorded.py replays thei
 The weight gradients dW1 = dpre^T x and dW2 = g^T h contract over rows. Their operands:
 
     operand                   wgrad "hp"              wgrad "mxfp8"
-    x                         dequantised MXFP8       MXFP8 re-scaled along the rows
-    h                         dequantised MXFP8       MXFP8 re-scaled along the rows
-    g that came as MXFP8      dequantised MXFP8       MXFP8 re-scaled along the rows
-    g that came unquantised   as it came              quantised along the rows (*)
-    dpre                      in the tokens' dtype    quantised along the rows (*)
+    x                         dequantized MXFP8       MXFP8 re-scaled along the rows
+    h                         dequantized MXFP8       MXFP8 re-scaled along the rows
+    g that came as MXFP8      dequantized MXFP8       MXFP8 re-scaled along the rows
+    g that came unquantized   as it came              quantized along the rows (*)
+    dpre                      in the tokens' dtype    quantized along the rows (*)
 
-(*) On Hopper, with blocks of 128: quantised as dgrad reads it, then re-scaled along the rows.
+(*) On Hopper, with blocks of 128: quantized as dgrad reads it, then re-scaled along the rows.
 
 The biases' gradients are float32 sums of g and of dpre in the tokens' dtype.
 
-Adapters (`LowRank`) add (x A1^T) B1^T to pre, and (h A2^T) B2^T to y. They multiply dequantised rows in the tokens'
+Adapters (`LowRank`) add (x A1^T) B1^T to pre, and (h A2^T) B2^T to y. They multiply dequantized rows in the tokens'
 dtype. Their weights have gradients of their own, so that the experts' weights may be frozen.
 """
 
@@ -70,8 +70,8 @@ class ExpertFFN:
     """What one layer's experts compute, in which recipe, over which transport.
 
     Attributes:
-        min_tokens_per_expert: a call computes unquantised if the experts of the group get fewer tokens on average.
-        kept: the quantised weights of the layer, which calls share. None: every call quantises the weights.
+        min_tokens_per_expert: a call computes unquantized if the experts of the group get fewer tokens on average.
+        kept: the quantized weights of the layer, which calls share. None: every call quantizes the weights.
         sum_of: tells in backward where a parameter's gradient goes, given the parameter and autograd's node that
             accumulates into its `grad`. Autograd gets a gradient that begins a sum, but none that is added to it.
             None, or a result of None: the gradient has its own memory.
@@ -89,7 +89,7 @@ class ExpertFFN:
     training: bool = True
 
     def has_few_tokens(self, expert_TK: torch.Tensor) -> bool:
-        """Whether a call computes unquantised, if all ranks of the group have as many choices."""
+        """Whether a call computes unquantized, if all ranks of the group have as many choices."""
         return expert_TK.numel() / self.num_local_experts < self.min_tokens_per_expert
 
     def __call__(self, x_TH: torch.Tensor, routes: Routes,

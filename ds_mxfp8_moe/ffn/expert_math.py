@@ -30,7 +30,7 @@ class Projection(NamedTuple):
     Attributes:
         roles: of its weights, which lie one above the other along N.
         dtype: of its weights.
-        weights: in high precision, or quantised as the GEMM reads them.
+        weights: in high precision, or quantized as the GEMM reads them.
         held: whether MXFP8 is all that is held of the weights, so that backward transposes them itself.
         biases: for each role, one stacked tensor or E of them. None: it has none.
         adapter: its low-rank update, in the tokens' dtype. None: it has none.
@@ -56,7 +56,7 @@ class Projection(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The tensors that forward keeps for backward: MXTensors, or plain ones in a recipe without quantisation.
+    """The tensors that forward keeps for backward: MXTensors, or plain ones in a recipe without quantization.
 
     Attributes:
         x_PH: the tokens. None if no backward follows.
@@ -107,7 +107,7 @@ class Dpre(NamedTuple):
 
 @lru_cache(maxsize=64)
 def unquantized(recipe: Recipe) -> Recipe:
-    """The recipe without any quantisation."""
+    """The recipe without any quantization."""
     return replace(recipe, quantize_gemm=False, wgrad="hp", dispatch_fwd="bf16", combine_fwd="bf16",
                    dispatch_bwd="bf16", combine_bwd="bf16", preactivation="bf16")
 
@@ -213,9 +213,9 @@ class ExpertMath:
         Called only if dW1 and dx read different forms of dpre. The estimate takes the plain form for dW1, and the
         MXFP8 form for dx. Bytes in memory at the same time:
 
-            dW1 first, during dW1   dpre MXFP8 G P + x dequantised 2 H P + dW1 2 E G H + dpre plain 2 G P
-            dW1 first, during dx    dpre MXFP8 G P + dx 2 H P            + dW1 2 E G H + quantised weights E G H
-            dx first, during dW1    dx 2 H P       + x dequantised 2 H P + dW1 2 E G H + dpre plain 2 G P
+            dW1 first, during dW1   dpre MXFP8 G P + x dequantized 2 H P + dW1 2 E G H + dpre plain 2 G P
+            dW1 first, during dx    dpre MXFP8 G P + dx 2 H P            + dW1 2 E G H + quantized weights E G H
+            dx first, during dW1    dx 2 H P       + x dequantized 2 H P + dW1 2 E G H + dpre plain 2 G P
         """
         P, G = dpre.rows.shape
         return max(2 * G * P, E * G * H) < (G + 2 * H) * P
@@ -261,7 +261,7 @@ class ExpertMath:
     # ---- operands ---------------------------------------------------------------------------------------------------
 
     def quantized(self, x_PN: torch.Tensor) -> torch.Tensor:
-        """Rows in MXFP8, for GEMMs that contract over the last axis. A recipe without quantisation leaves them."""
+        """Rows in MXFP8, for GEMMs that contract over the last axis. A recipe without quantization leaves them."""
         if not self.recipe.quantize_gemm or isinstance(x_PN, MXTensor):
             return x_PN
         return casts.quantize(x_PN, self.recipe.block_size, self.recipe.scaling_mode, scale_k_major=True)
@@ -275,7 +275,7 @@ class ExpertMath:
         return rows, rows if self.wgrad_quantized else g_PN, False
 
     def reads_columns(self, g_PN: torch.Tensor) -> bool:
-        """Whether the weight gradient's GEMM reads a gradient in column form, quantised along the rows."""
+        """Whether the weight gradient's GEMM reads a gradient in column form, quantized along the rows."""
         return self.wgrad_quantized and not isinstance(g_PN, MXTensor) and not rescales_rows(
             g_PN.device, self.recipe.block_size)
 
@@ -296,7 +296,7 @@ class ExpertMath:
             elif projection.held and transposed:
                 weights = casts.transpose_tiles(weights)
             if weights.dtype != self.dtype:
-                # If no kernel multiplies MXFP8, the weights are dequantised to the dtype that they show: the tokens'.
+                # If no kernel multiplies MXFP8, the weights are dequantized to the dtype that they show: the tokens'.
                 weights = MXTensor.of(weights.parts, self.dtype)
             y_PN = grouped_mm(x_PK, weights, ends_E, self.dtype)
         if transposed or projection.adapter is None:

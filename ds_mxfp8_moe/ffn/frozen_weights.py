@@ -49,7 +49,7 @@ class FrozenWeights(nn.Module):
     @torch.no_grad()
     def put(self, expert: int, gate_FH: torch.Tensor, down_HF: torch.Tensor, up_FH: torch.Tensor,
             scaling_mode: str) -> None:
-        """Quantises the weights of one expert, as `casts.quantize_weights` does with blocks of 128.
+        """Quantizes the weights of one expert, as `casts.quantize_weights` does with blocks of 128.
 
         `expert`: counted from this rank's first. Of the weights, no copy stays. Without a gate, the halves of up come
         as `gate_FH` and `up_FH`.
@@ -62,7 +62,7 @@ class FrozenWeights(nn.Module):
 
     @torch.no_grad()
     def put_tiles(self, name: str, expert: int, tiles: MXTensor) -> None:
-        """Writes the weight of one expert in one GEMM, "up" [2F, H] or "down" [H, F], which is quantised already."""
+        """Writes the weight of one expert in one GEMM, "up" [2F, H] or "down" [H, F], which is quantized already."""
         self.get_buffer(f"{name}_data")[expert].copy_(tiles.qdata.view(torch.uint8))
         self.get_buffer(f"{name}_scale")[expert].copy_(tiles.scale_bytes)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised weights that all calls of a layer in one step share. Those of frozen experts are shared by all steps."""
+"""Quantized weights that all calls of a layer in one step share. Those of frozen experts are shared by all steps."""
 
 from collections.abc import Sequence
 from operator import attrgetter
@@ -13,9 +13,9 @@ _VERSION = attrgetter("_version")
 
 
 class KeptWeights:
-    """The quantised weights of one layer. Its first calls in a step make them, and later calls use them.
+    """The quantized weights of one layer. Its first calls in a step make them, and later calls use them.
 
-    Parameters with another address or version are quantised again, for example after load_state_dict. A write into
+    Parameters with another address or version are quantized again, for example after load_state_dict. A write into
     `parameter.data` changes neither, so whoever does that has to call `clear`. The engine does after DeepSpeed's
     optimizers have written (engine/keeping.py).
     """
@@ -39,7 +39,7 @@ class KeptWeights:
             transposed: for GEMMs that contract over the weights' second to last axis, as backward's do.
 
         Returns:
-            Quantised weights by name. None: the call can neither use kept weights nor keep its own. A CUDA graph is
+            Quantized weights by name. None: the call can neither use kept weights nor keep its own. A CUDA graph is
             being captured, which would replay on weights of this step; or the weights are not parameters, so they may
             be new in every call.
         """

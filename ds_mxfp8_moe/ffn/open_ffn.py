@@ -8,7 +8,7 @@ autograd Function of its own here, and torch does the rest:
     y_PH = after(h_PF W2^T + b2)        y_TH = combine(w_P * y_PH)
 
 Without `after`, the routing weight multiplies h and b2 instead, as in expert_ffn.py. The second GEMM's backward then
-reads the gradient as it came, in MXFP8. With `after`, it quantises the gradient that comes out of `after`.
+reads the gradient as it came, in MXFP8. With `after`, it quantizes the gradient that comes out of `after`.
 
 The model's functions get ones in padding rows, which they can compute. Their results there are dropped, so that the
 gradients there are zeros. Neither reaches another row or a parameter.
@@ -115,7 +115,7 @@ class _Planned(NamedTuple):
     """What forward and backward of one call share.
 
     Attributes:
-        kept: the quantised weights that backwards share, by GEMM. None: they share none.
+        kept: the quantized weights that backwards share, by GEMM. None: they share none.
     """
 
     call: Call

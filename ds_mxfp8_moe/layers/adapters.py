@@ -7,7 +7,7 @@ them, as their child `adapters`. Modules, parameters and state dicts keep the na
 functions go by them.
 
 The experts do not merge adapters into weights. They multiply rows by the two factors (ffn/expert_ffn.py), which needs
-no gradient of the experts' weights and leaves these, and their quantised copies, as they are.
+no gradient of the experts' weights and leaves these, and their quantized copies, as they are.
 
 Weights are sharded over the expert-parallel group. Factors are small, so every rank holds them for all experts, as
 parameters like any other. The gradients of the other ranks' experts are zero on a rank. DeepSpeed sums a parameter's

@@ -14,7 +14,7 @@ from ..compat.patches import lent
 from ..compute.formula import ExpertWeights
 from ..compute.routing import Routes, round_robin
 from ..ffn.kept_weights import KeptWeights
-from ..recognition.recognise import ExpertsAtConversion
+from ..recognition.recognize import ExpertsAtConversion
 from ..transport.deadline import deadline_for, tell_peers_on_error
 from .settings import LayerSettings
 

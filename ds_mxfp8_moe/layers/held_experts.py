@@ -185,7 +185,7 @@ def holds_experts(model: Any) -> bool:
 
 
 @contextmanager
-def quantised_experts(model: Any) -> Iterator[None]:
+def quantized_experts(model: Any) -> Iterator[None]:
     """Inside the context, HeldExperts stand for the experts that transformers holds in FP8 or in MXFP4.
 
     Those that no engine spreads come back.

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..compute.formula import Activation
 from .proof import TOLERANCE, activations, constants, isolated, relative_error
-from .recognise import foreign_code
+from .recognize import foreign_code
 from .stacked import is_concatenated
 
 _COLUMNS = 16

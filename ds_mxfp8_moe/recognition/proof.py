@@ -15,7 +15,7 @@ from operator import itemgetter
 import torch
 from torch import nn
 
-from ..compute.formula import ACTIVATIONS, GATED_ONLY, SWIGLU_OAI, Activation, ExpertFormula, NotRecognised, evaluate
+from ..compute.formula import ACTIVATIONS, GATED_ONLY, SWIGLU_OAI, Activation, ExpertFormula, NotRecognized, evaluate
 
 # float32 stays below 1e-6 in any order of operations. gelu and its tanh form differ by 2e-4 on these rows.
 TOLERANCE = 2e-5
@@ -54,7 +54,7 @@ def prove(expert: nn.Module, candidates: Sequence[ExpertFormula]) -> ExpertFormu
     a size is written into its code, runs at its own sizes.
 
     Raises:
-        NotRecognised: the expert computes none of the candidates.
+        NotRecognized: the expert computes none of the candidates.
     """
     hidden, ffn = candidates[0].hidden_size, candidates[0].ffn_size
     # Sizes that are equal stay equal.
@@ -64,12 +64,12 @@ def prove(expert: nn.Module, candidates: Sequence[ExpertFormula]) -> ExpertFormu
         for sizes in (small, {}):
             try:
                 return _compare(expert, candidates, sizes)
-            except NotRecognised:
+            except NotRecognized:
                 raise
             except Exception as error:
                 failure = error
     message = ": ".join([type(failure).__name__, *str(failure).strip().splitlines()[:1]])
-    raise NotRecognised(f"running a copy of the expert raised {message}") from failure
+    raise NotRecognized(f"running a copy of the expert raised {message}") from failure
 
 
 @contextmanager
@@ -118,7 +118,7 @@ def _compare(expert: nn.Module, candidates: Sequence[ExpertFormula], sizes: Mapp
                 break
     error, formula = min(zip(errors, candidates, strict=False), key=itemgetter(0))
     if not error <= TOLERANCE:
-        raise NotRecognised(f"the output differs from the nearest recognised formula, {formula} (relative error "
+        raise NotRecognized(f"the output differs from the nearest recognized formula, {formula} (relative error "
                             f"{error:.1g}): another activation or none, another order of rows, a residual "
                             "connection, a scale?")
     expected = _differentiate(lambda x: evaluate(formula, x, params), params, x, upstream)
@@ -127,7 +127,7 @@ def _compare(expert: nn.Module, candidates: Sequence[ExpertFormula], sizes: Mapp
         error = relative_error(actual[name], value, by_row=name in ("output", "gradient of its input"))
         if not error <= TOLERANCE:
             reason = "dropout?" if name == "output" else "detach() or a custom backward inside?"
-            raise NotRecognised(f"in training mode the {name} differs from {formula} (relative error {error:.1g}): "
+            raise NotRecognized(f"in training mode the {name} differs from {formula} (relative error {error:.1g}): "
                                 f"{reason}")
     return formula
 
@@ -150,7 +150,7 @@ def _run(fn: Callable, x: torch.Tensor) -> torch.Tensor:
     y = y[0] if isinstance(y, tuple) and y else y  # as DeepSpeed's Experts do
     if not isinstance(y, torch.Tensor) or (y.shape, y.dtype) != (x.shape, x.dtype):
         returned = f"{list(y.shape)} {y.dtype}" if isinstance(y, torch.Tensor) else f"a {type(y).__name__}"
-        raise NotRecognised(f"for an input of {list(x.shape)} {x.dtype} the expert returns {returned}")
+        raise NotRecognized(f"for an input of {list(x.shape)} {x.dtype} the expert returns {returned}")
     return y
 
 
@@ -162,7 +162,7 @@ def _differentiate(fn: Callable, params: Mapping[str, nn.Parameter], x: torch.Te
         param.grad = None
     y = _run(fn, x)
     if not y.requires_grad:
-        raise NotRecognised("the expert's output carries no gradient: detach() or no_grad() inside?")
+        raise NotRecognized("the expert's output carries no gradient: detach() or no_grad() inside?")
     y.backward(upstream)
     gradients = {f"gradient of {name}": param.grad for name, param in params.items()}
     return {"output": y.detach(), "gradient of its input": x.grad, **gradients}

@@ -33,7 +33,7 @@ def sample(x_TH: torch.Tensor, routes: Routes, chosen_E: torch.Tensor,
 
     Returns:
         float32 [E + 7], to be summed over ranks: `chosen_E`; how many of them were dropped; tokens in the sample;
-        blocks; blocks of zeros; saturated blocks; the sums of squares of the tokens and of their quantisation error.
+        blocks; blocks of zeros; saturated blocks; the sums of squares of the tokens and of their quantization error.
         And float32 [1], of which the largest counts: the largest absolute value.
     """
     with torch.no_grad():

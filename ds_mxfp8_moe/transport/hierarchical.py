@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The transport of groups that span nodes. Every row takes two hops: between nodes, and inside a node (wires.py).
 
-    dispatch    A token, quantised once, crosses to each node that serves one of its choices: once, to the rank of its
+    dispatch    A token, quantized once, crosses to each node that serves one of its choices: once, to the rank of its
                 own rank's index there. That rank passes the bytes on, unchanged, to the experts' ranks of its node.
     combine     At the experts' rank, a token's rows are added in float32, in ascending choice. The sums go in float32
                 to the rank of the node through which the token came. That rank adds them in float32, in ascending

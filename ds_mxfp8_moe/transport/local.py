@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The transport of one rank that holds all experts: nothing travels, and the host waits for nothing.
 
-It gives the same bits as the other transports: it quantises tokens and rounds sums as if they travelled. It allocates
+It gives the same bits as the other transports: it quantizes tokens and rounds sums as if they traveled. It allocates
 the most rows that the choices can need, because the host does not know the counts.
 """
 

@@ -3,7 +3,7 @@
 
     plan        stores this rank's counts to every peer. The host waits for all counts once, to size what follows. Then
                 finds the place of every choice among its expert's rows, and stores it to the expert's rank.
-    dispatch    reads and quantises each token once and stores it once to each rank that needs it. That rank copies it
+    dispatch    reads and quantizes each token once and stores it once to each rank that needs it. That rank copies it
                 to its experts' rows meanwhile. This rank's own tokens go to their rows directly.
     combine     adds up each token's rows at the experts' rank and stores the sums to the token's rank, which adds up
                 what arrives meanwhile.

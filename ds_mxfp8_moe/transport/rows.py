@@ -142,7 +142,7 @@ def _mx(data: torch.Tensor, scale: torch.Tensor, row_format: RowFormat, dtype: t
 
 def pack(x_NH: torch.Tensor, row_format: RowFormat, weight_NK: torch.Tensor | None, row_S: torch.Tensor,
          slot_WN: torch.Tensor, top_k: int) -> torch.Tensor:
-    """The message of rows on their way. Each row of x is quantised once, however often it is sent.
+    """The message of rows on their way. Each row of x is quantized once, however often it is sent.
 
     Args:
         weight_NK: travels with the rows, in float32.

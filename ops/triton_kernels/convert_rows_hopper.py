@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Three more warps in a Hopper GEMM, which convert MXFP8 rows while the others multiply. In Gluon.
 
-A weight gradient contracts over rows. bf16 tensor cores take rows as they lie, but dequantised. FP8 tensor cores take
+A weight gradient contracts over rows. bf16 tensor cores take rows as they lie, but dequantized. FP8 tensor cores take
 columns, with scales for blocks along them. A pass before the GEMM could convert rows, but it is bound by memory, which
 idles during the GEMM. So these warps do the work of that pass during the GEMM. They write the converted values to
 global memory, once. Converting where the tensor cores read would convert a value again for every tile that uses it,
@@ -13,7 +13,7 @@ by TMA, two tiles ahead, and their scales. `done` counts the converted tiles of 
 producer waits until the rows that it brings next are converted. No program waits for one that has not started, since a
 program that draws a tile also writes it.
 
-Tiles are drawn in the order of the rows. To dequantise, a program first draws rows of the expert whose gradient it
+Tiles are drawn in the order of the rows. To dequantize, a program first draws rows of the expert whose gradient it
 computes, then rows of the experts that it computes next.
 
 An operand is a tuple `g` or `a`:
@@ -24,7 +24,7 @@ An operand is a tuple `g` or `a`:
     3  out_scale    uint8, scales of the converted form. Used only when transposing
     4  tiles        tiles in a block of 128 rows. 0 if the operand needs no conversion
     5  words        4-byte words in a row
-    6  out          int32, the converted words: [P, K / 2] if dequantised, [K, P / 4] if transposed
+    6  out          int32, the converted words: [P, K / 2] if dequantized, [K, P / 4] if transposed
     7  out_step     the stride along out's rows
 
 A TMA descriptor of its words [P, K / 4] belongs to each operand, which Triton does not take inside tuples.
@@ -33,7 +33,7 @@ The warps share a tuple `room`, which `allocate` makes. A tile is brought and co
 
     0  smem         words of four halves
     1  index_smem   which tile it is, for four tiles. -1 if none is left
-    2  scale_smem   for four tiles, the scales to dequantise them, or int32 factors to transpose them
+    2  scale_smem   for four tiles, the scales to dequantize them, or int32 factors to transpose them
     3  full         barriers: a half has come, and what is known of its tile
     4  empty        barriers: a half was read
     5  stored       barriers, for four tiles: the tile is written
@@ -181,7 +181,7 @@ def _bring(step, index, byte, g_desc, g, a_desc, a, room, TRANSPOSE: gl.constexp
 
 
 @gluon.jit
-def _dequantised(word, power):
+def _dequantized(word, power):
     """Multiplies four e4m3 values (in an int32) with a float32. Returns four bf16 values in two int32."""
     return gl.inline_asm_elementwise(
         """{
@@ -218,8 +218,8 @@ def _free(empty, half):
 
 
 @gluon.jit
-def _dequantise(room, step, block, tile, words, out, out_step, B: gl.constexpr):
-    """Dequantises a tile: bf16 [128, 128], in four rounds of 32 rows. Its first half has come. A half is 64 rows."""
+def _dequantize(room, step, block, tile, words, out, out_step, B: gl.constexpr):
+    """Dequantizes a tile: bf16 [128, 128], in four rounds of 32 rows. Its first half has come. A half is 64 rows."""
     smem, index_smem, scale_smem, full, empty, stored = room
     BLOCKS: gl.constexpr = 128 // B
     read: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [2, 1], [1, 0])
@@ -238,7 +238,7 @@ def _dequantise(room, step, block, tile, words, out, out_step, B: gl.constexpr):
         word = smem.index(half).slice(i % 2 * 32, 32).load(read)
         power = power_of_two(scales.slice(i * 32, 32).load(gl.SliceLayout(2, by_block)))
         power = gl.expand_dims(power, 2).broadcast_to([32, BLOCKS, B // 4]).reshape([32, 32])
-        pairs = gl.join(*_dequantised(word, gl.convert_layout(power, read, assert_trivial=True))).reshape([32, 64])
+        pairs = gl.join(*_dequantized(word, gl.convert_layout(power, read, assert_trivial=True))).reshape([32, 64])
         if i % 2 == 1:
             _free(empty, half)
         gl.store(out + (at + i * 32 * out_step), gl.convert_layout(pairs, written, assert_trivial=True), inside)
@@ -314,7 +314,7 @@ def _transpose(room, step, block, tile, words, out, out_step):
     """Transposes a tile: e4m3 [128 columns, 128 rows] with one scale. Its first half has come. A half is 64 columns.
 
     A half lies in shared memory as [16, 8, 16] words: first those of the rows 0, 16, 32 and so on. A thread takes 16
-    neighbouring rows, so that it writes 16 neighbouring bytes of a column, and eight threads write a whole line. The
+    neighboring rows, so that it writes 16 neighboring bytes of a column, and eight threads write a whole line. The
     swizzle keeps them off each other's banks when they read.
     """
     smem, index_smem, scale_smem, full, empty, stored = room
@@ -421,7 +421,7 @@ def move(g_desc, g, a_desc, a, ends, E, tiles_per_expert, room, tickets, done, B
 def convert(g, a, room, B: gl.constexpr, TRANSPOSE: gl.constexpr):
     """The two warps that convert what the mover brings.
 
-    TRANSPOSE re-scales and transposes it, with one scale for each tile. Without it, it is dequantised to bf16.
+    TRANSPOSE re-scales and transposes it, with one scale for each tile. Without it, it is dequantized to bf16.
     """
     smem, index_smem, scale_smem, full, empty, stored = room
     step = 0
@@ -432,7 +432,7 @@ def convert(g, a, room, B: gl.constexpr, TRANSPOSE: gl.constexpr):
         if TRANSPOSE:
             _transpose(room, step, block, tile, words, out, out_step)
         else:
-            _dequantise(room, step, block, tile, words, out, out_step, B)
+            _dequantize(room, step, block, tile, words, out, out_step, B)
         barrier()
         mbarrier.arrive(stored.index(step % 4))
         step += 1
@@ -470,14 +470,14 @@ def conversion_of(data_PK: torch.Tensor, scale: torch.Tensor, out: torch.Tensor,
 
     Args:
         scale: [P, K / block size].
-        out_scale: scales of the transposed form. With None the rows are dequantised.
+        out_scale: scales of the transposed form. With None the rows are dequantized.
     """
     words, out = data_PK.view(torch.int32), out.view(torch.int32)
     P, row = words.shape
     if out_scale is None:
         desc = descriptor(words, [64, 32])
     else:
-        # 16 neighbouring rows apart, see _transpose. The driver takes strides in any order, though its manual asks for
+        # 16 neighboring rows apart, see _transpose. The driver takes strides in any order, though its manual asks for
         # growing ones.
         desc = descriptor(words, [16, 8, 16], [16, P // 16, row], [row, 16 * row, 1])
     return desc, (scale, *scale.stride(), scale if out_scale is None else out_scale, cdiv(row, 32), row, out,

@@ -36,9 +36,9 @@ def new_scale(largest, FLOOR: tl.constexpr):
 
 @triton.jit
 def largest_in_rows(x, B: tl.constexpr):
-    """The largest |x| of each block of B neighbours in a row of float32 x [M, N], as int32 bits [M, N / B].
+    """The largest |x| of each block of B neighbors in a row of float32 x [M, N], as int32 bits [M, N / B].
 
-    Groups of four neighbours are compared as floats, where taking |x| costs no instruction. What remains is compared
+    Groups of four neighbors are compared as floats, where taking |x| costs no instruction. What remains is compared
     as integers: the bits of NaN are larger than those of any number, so NaN needs no extra care.
     """
     M: tl.constexpr = x.shape[0]
@@ -50,7 +50,7 @@ def largest_in_rows(x, B: tl.constexpr):
 
 @triton.jit
 def quantized_rows(x, B: tl.constexpr, FLOOR: tl.constexpr):
-    """Quantises float32 x [M, N] in blocks of B neighbours in a row: data [M, N] and scales [M, N / B], uint8."""
+    """Quantizes float32 x [M, N] in blocks of B neighbors in a row: data [M, N] and scales [M, N / B], uint8."""
     byte, inverse = new_scale(largest_in_rows(x, B), FLOOR)
     blocks = tl.reshape(x, [x.shape[0], x.shape[1] // B, B])
     data = to_e4m3(blocks, inverse[:, :, None])

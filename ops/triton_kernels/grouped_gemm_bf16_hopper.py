@@ -127,9 +127,9 @@ def _produce(a_desc, w_desc, a_smem, w_smem, full, empty, ends, places, spacings
 
 @gluon.jit
 def _matrix(buffers, number, COUNT: gl.constexpr, shape: gl.constexpr):
-    """Matrix `number` if each COUNT neighbouring buffers of the ring are one matrix of `shape`.
+    """Matrix `number` if each COUNT neighboring buffers of the ring are one matrix of `shape`.
 
-    Neighbours lie one after the other, in columns of 128 bytes each.
+    Neighbors lie one after the other, in columns of 128 bytes each.
     """
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(shape, buffers.dtype)
     rings: gl.constexpr = [buffers.shape[0] // COUNT, shape[0], shape[1]]

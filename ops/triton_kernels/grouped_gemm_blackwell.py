@@ -9,7 +9,7 @@ four scales of 32. TMA then brings scales to tensor memory without going through
 start before the last one is done. Then each program of the GEMM computes one tile of the output. A GEMM of N columns
 takes 2 N K FLOP a row, and packing moves K / 16 bytes a row.
 
-On sm_90 the same source dequantises to bf16 in registers, which is correct but slow. There Triton reads scale byte 0
+On sm_90 the same source dequantizes to bf16 in registers, which is correct but slow. There Triton reads scale byte 0
 as 0, on sm_100 as 2^-127.
 """
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weight gradients in 16 bits on Hopper's tensor cores, in Gluon: out[e] = g[rows of e]^T a[rows of e].
 
-The tensor cores read rows [P, N] and [P, K] as they lie and accumulate in float32. Three more warps dequantise
+The tensor cores read rows [P, N] and [P, K] as they lie and accumulate in float32. Three more warps dequantize
 MXFP8 operands while the others multiply (convert_rows_hopper.py).
 
 The design is that of grouped_gemm_hopper.py. A persistent program on each multiprocessor computes tiles of 128 by 256
@@ -137,7 +137,7 @@ def write(warpgroup: gl.constexpr, acc, out_desc, out_smem, out, expert, n, k, E
 @gluon.jit
 def _produce_bf16(g_desc, a_desc, g_smem, a_smem, full, empty, ends, E, P, n_tiles, k_tiles, done, tiles,
                   STRIP: gl.constexpr, STAGES: gl.constexpr, B: gl.constexpr):
-    """The producer warp: brings operands by TMA. With B it first waits until the rows are dequantised."""
+    """The producer warp: brings operands by TMA. With B it first waits until the rows are dequantized."""
     step = 0
     ready = 0
     for index in range(gl.program_id(0), E * n_tiles * k_tiles, gl.num_programs(0)):
@@ -274,7 +274,7 @@ def grouped_mm_wgrad_bf16(g_PN: torch.Tensor | MXParts, a_PK: torch.Tensor | MXP
 
     Args:
         g_PN, a_PK: rows, contiguous, both bf16 or both fp16. One or both may be MXFP8, with one block size; the other
-            is then bf16. MXFP8 rows are dequantised to bf16.
+            is then bf16. MXFP8 rows are dequantized to bf16.
         ends_E: int32 ends of the groups on the device, multiples of 64. With an MXFP8 operand, multiples of 128.
         splits: pieces into which N is cut, each a multiple of 64. The result is [splits * E, N / splits, K], with each
             piece contiguous.

@@ -2,7 +2,7 @@
 """Plan, dispatch and combine where one rank holds all experts. Nothing travels, and the host learns no counts.
 
     plan_rows       sorts the choices by expert: where each choice's row lies, and which choice each row serves
-    dispatch_rows   copies each token to the rows of its choices, quantised once if asked for
+    dispatch_rows   copies each token to the rows of its choices, quantized once if asked for
     combine_rows    sums the rows of each token's choices
 
 Letters: T tokens, K choices of a token, N = T * K choices in the order of tokens, E experts, H hidden size, P rows.
@@ -161,7 +161,7 @@ def _combine_kernel(
         BLOCK: tl.constexpr):
     """Sums the rows of one token's choices. Grid (T, ).
 
-    B other than 0 rounds the sum to MXFP8 and back, as if it had travelled.
+    B other than 0 rounds the sum to MXFP8 and back, as if it had traveled.
     """
     t = tl.program_id(0).to(tl.int64)
     slots = places_of_row(slot_ptr, t, P, K, LANES)

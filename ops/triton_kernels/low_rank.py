@@ -9,7 +9,7 @@ Letters: P rows (groups are multiples of 128), W the width of rows, R the adapte
     _add_low_rank_kernel   y_PW += low_PR factor                         2 + 2
     _low_rank_wgrad_kernel gradient_ERW = low^T x over the group's rows  1 or 2
 
-The oracle is ds_mxfp8_moe/compute/low_rank.py, which adds up in another order. MXFP8 rows are dequantised on the way,
+The oracle is ds_mxfp8_moe/compute/low_rank.py, which adds up in another order. MXFP8 rows are dequantized on the way,
 exactly in bf16. All kernels are bound by memory, since a rank is small: the tensor cores do what they do in passing.
 """
 

@@ -2,7 +2,7 @@
 """Casts to and from MXFP8. Each function names its oracle in ds_mxfp8_moe/compute/mx.py, which it equals to the byte.
 
 All kernels are bound by memory. They read the input once and write each output once. A thread moves 16 bytes at a
-time, or 8 where the threads of a warp then cover one row of the tile. Neighbouring programs handle neighbouring
+time, or 8 where the threads of a warp then cover one row of the tile. Neighboring programs handle neighboring
 columns of the same rows, so that accesses at the same time lie together in memory.
 
     kernel                     grid                                   bytes read + written for each value (bf16)
@@ -44,7 +44,7 @@ class Tile(NamedTuple):
         warps: warps of the program.
         strip: row tiles that run one after the other before the next column tile begins. The transposed output is
             then written in runs of strip * rows bytes.
-        vector: most neighbours in a row that a thread holds. With fewer, a thread holds more rows, and maxima over
+        vector: most neighbors in a row that a thread holds. With fewer, a thread holds more rows, and maxima over
             rows cost less.
         registers: most registers of a thread, or None for no limit. 80 suffice for 64 values a thread and let 24 warps
             share a multiprocessor. Without the limit ptxas takes more, and only 16 warps fit.
@@ -137,7 +137,7 @@ def _quantize_matrix_kernel(first, second, first_stride, second_stride, first_ta
                             TILED: tl.constexpr, TO_ROWS: tl.constexpr, TO_COLUMNS: tl.constexpr, STACKS: tl.constexpr,
                             ALIGNMENT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STRIP: tl.constexpr,
                             VECTOR: tl.constexpr, WARPS: tl.constexpr, WHOLE: tl.constexpr):
-    """Quantises one matrix [M, N] for each expert along its rows, its columns, or both.
+    """Quantizes one matrix [M, N] for each expert along its rows, its columns, or both.
 
     The matrix consists of STACKS pieces, one above the other: rows [0, M_FIRST) come from the stack that begins at
     `first`, the others from that at `second`. ALIGNMENT divides the distances, in values, between all rows. With TILED
@@ -275,7 +275,7 @@ def _tables(stacks: list[list[torch.Tensor]]) -> list[torch.Tensor]:
 
 def _quantize_matrices(x: Sequence[torch.Tensor], experts: int, block_size: int, scaling_mode: str, tiled: bool,
                        rows: bool, columns: bool, scale_k_major: bool) -> list[torch.Tensor]:
-    """Quantises each expert's matrix [M, N], where M = sum of M_i.
+    """Quantizes each expert's matrix [M, N], where M = sum of M_i.
 
     Args:
         x: the stacks, one above the other along M: each one tensor [E, M_i, N], or `experts` matrices [M_i, N].
@@ -369,7 +369,7 @@ def quantize_rows_and_columns(x_PN: torch.Tensor, block_size: int, scaling_mode:
 
 def quantize_weights(stacks: Sequence[torch.Tensor | Sequence[torch.Tensor]], block_size: int, scaling_mode: str,
                      transposed: bool) -> MXParts:
-    """Quantises experts' weights, straight from their parameters.
+    """Quantizes experts' weights, straight from their parameters.
 
     Args:
         stacks: one stack of weights, or two that lie one above the other along N (gate and up). A stack is one tensor

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantises the columns of a tile [M, N] and stores them transposed, as [N, M].
+"""Quantizes the columns of a tile [M, N] and stores them transposed, as [N, M].
 
 FP8 tensor cores read operands along the contraction only, so a GEMM that contracts over M needs this form.
 
-Transposing goes through shared memory. A lane writes it four bytes at a time if it holds four neighbours of one
+Transposing goes through shared memory. A lane writes it four bytes at a time if it holds four neighbors of one
 column. `loaded_row` therefore chooses the rows that each thread loads. `quads` splits a thread's registers into such
 quads, and two casts turn a quad into one register of four bytes:
 
     m = loaded_row(BM, LANES, WARPS)    # LANES = 32 * VECTOR / BN: lanes of a warp side by side along the rows
-    x = load(ptr + m[:, None] * stride + n[None, :])    # a thread has VECTOR neighbours along n
+    x = load(ptr + m[:, None] * stride + n[None, :])    # a thread has VECTOR neighbors along n
     store_columns(in_order(x, LANES, WARPS), ...)
 
 WHOLE: whether the tiles divide the matrix, so that no access needs a mask.
@@ -24,7 +24,7 @@ from .format import larger, new_scale, to_e4m3
 def loaded_row(ROWS: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr):
     """For each i, the row of the tile to load as the i-th: [ROWS].
 
-    A warp then has ROWS / WARPS neighbouring rows, and each of its threads quads of neighbouring rows. Triton deals
+    A warp then has ROWS / WARPS neighboring rows, and each of its threads quads of neighboring rows. Triton deals
     rows to LANES groups of lanes first, then to warps, then to registers.
     """
     i = tl.arange(0, ROWS)
@@ -59,7 +59,7 @@ def quads(x):
 
 @triton.jit
 def _quad_bytes(x0, x1, x2, x3):
-    """The e4m3 bytes [N, M] of what `quads` returned. Two casts make four neighbouring bytes in one register."""
+    """The e4m3 bytes [N, M] of what `quads` returned. Two casts make four neighboring bytes in one register."""
     data = to_e4m3(tl.join(tl.join(x0, x2), tl.join(x1, x3)), 1.0)
     return tl.reshape(data, [x0.shape[0], x0.shape[1] * 4])
 
@@ -85,7 +85,7 @@ def store_transposed(data, data_ptr, n, M, N, stride_n, VECTOR: tl.constexpr, WH
 @triton.jit
 def store_columns(x, data_ptr, scale_ptr, n, M, N, stride_n, scale_stride, B: tl.constexpr, FLOOR: tl.constexpr,
                   VECTOR: tl.constexpr, WHOLE: tl.constexpr):
-    """Quantises x [BM, BN] in blocks along M. Stores data as `store_transposed` does, and scales to [M / B, N]."""
+    """Quantizes x [BM, BN] in blocks along M. Stores data as `store_transposed` does, and scales to [M / B, N]."""
     BM: tl.constexpr = x.shape[0]
     x0, x1, x2, x3 = quads(x)
     largest = larger(larger(x0, x1), larger(x2, x3))

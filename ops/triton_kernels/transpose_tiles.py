@@ -21,7 +21,7 @@ from .transpose import below, in_order, loaded_row, quads
 @triton.jit
 def _transpose_tiles_kernel(data_ptr, scale_ptr, words_ptr, out_scale_ptr, M, N: tl.constexpr, STRIP: tl.constexpr,
                             VECTOR: tl.constexpr, WARPS: tl.constexpr, WHOLE: tl.constexpr):
-    """data [M, N] of each expert to words [N, M / 4], each of which holds four neighbours along M."""
+    """data [M, N] of each expert to words [N, M / 4], each of which holds four neighbors along M."""
     B: tl.constexpr = 128
     LANES: tl.constexpr = 32 * VECTOR // B
     expert = tl.program_id(1).to(tl.int64)

@@ -44,14 +44,14 @@ def sum_tile(H: int, block_size: int) -> RowTile:
 
 @triton.jit
 def rounded(x, B: tl.constexpr, FLOOR: tl.constexpr):
-    """Quantises float32 [N] in blocks of B: e4m3 bytes [N / B, B] and scale bytes [N / B]."""
+    """Quantizes float32 [N] in blocks of B: e4m3 bytes [N / B, B] and scale bytes [N / B]."""
     data, byte = quantized_rows(tl.reshape(x, [x.shape[0] // B, B]), B, FLOOR)
     return data, tl.reshape(byte, [x.shape[0] // B])
 
 
 @triton.jit
 def values(data, byte):
-    """Dequantises e4m3 bytes [N, B] with scale bytes [N] to float32 [N, B]."""
+    """Dequantizes e4m3 bytes [N, B] with scale bytes [N] to float32 [N, B]."""
     return from_e4m3(data) * power_of_two(byte)[:, None]
 
 

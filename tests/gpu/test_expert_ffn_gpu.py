@@ -62,7 +62,7 @@ def test_stacked_parameters_get_gradients_without_a_copy(gpu_ranks, recipe_name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("recipe_name", ["bf16", "hp-128", "mxfp8-32"])
 def test_other_dtypes(gpu_ranks, dtype, recipe_name):
-    # Blocks of 32 of float16 tokens are dequantised to bfloat16 here, which torch's grouped GEMM then returns too: one
+    # Blocks of 32 of float16 tokens are dequantized to bfloat16 here, which torch's grouped GEMM then returns too: one
     # more rounding, below MXFP8's own.
     rounded_twice = dtype == torch.float16 and recipe_name == "mxfp8-32"
     check(gpu_ranks, RECIPES[recipe_name], "swiglu", dtype=dtype, least=32 if rounded_twice else 45)

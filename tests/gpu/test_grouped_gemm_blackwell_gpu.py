@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grouped GEMMs for Blackwell on whatever GPU there is: Hopper dequantises to bf16 for them, exactly, and has
+"""The grouped GEMMs for Blackwell on whatever GPU there is: Hopper dequantizes to bf16 for them, exactly, and has
 shared memory for that in two stages."""
 
 import pytest

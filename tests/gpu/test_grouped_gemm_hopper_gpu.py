@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Gluon grouped GEMMs of sm_90 against float64 products of the dequantised operands."""
+"""The Gluon grouped GEMMs of sm_90 against float64 products of the dequantized operands."""
 
 from contextlib import contextmanager
 from functools import partial
@@ -139,8 +139,8 @@ def uneven(rows, columns, seed):
     [(*shape, block_size, sizes) for shape in SHAPES for block_size in (32, 128) for sizes in SIZES],
     (7168, 2048, 128, "skewed"), (8192, 5120, 128, "even"), (2048, 1408, 32, "skewed"), (2048, 768, 32, "one"),
     (96, 160, 32, "skewed"), (96, 160, 128, "skewed"), (96, 160, 32, "none"), (160, 32, 128, "skewed")))
-def test_wgrad_dequantises(K, N, block_size, sizes):
-    """MXFP8 rows give the bits that their dequantised ones do."""
+def test_wgrad_dequantizes(K, N, block_size, sizes):
+    """MXFP8 rows give the bits that their dequantized ones do."""
     rows, ends = rows_of(SIZES[sizes])
     g, a = uneven(rows, N, 3).to(BF16), uneven(rows, K, 4).to(BF16)
     g_mx, a_mx = k_major(quantize(g, block_size)), quantize(a, block_size)
@@ -155,7 +155,7 @@ def test_wgrad_dequantises(K, N, block_size, sizes):
 @pytest.mark.parametrize("K, half, block_size", slow_except(
     [(K, half, block_size) for K, half in ((4096, 2048), (4224, 2304)) for block_size in (32, 128)],
     (4096, 2048, 32), (4224, 2304, 128)))
-def test_few_rows_are_dequantised_half_by_half(K, half, block_size):
+def test_few_rows_are_dequantized_half_by_half(K, half, block_size):
     rows, ends = rows_of([0, 1536, 0, 384])
     g, a_mx = uneven(rows, 4096, 3).to(BF16), quantize(uneven(rows, K, 4), block_size)
     wgrad_bf16(g, a_mx.parts, ends, BF16)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kept quantised weights with the kernels, their recordings and CUDA graphs."""
+"""Kept quantized weights with the kernels, their recordings and CUDA graphs."""
 
 from itertools import chain
 
@@ -36,7 +36,7 @@ def test_replayed_calls_share_kept_weights(one_rank, recipe, name):
         calls(weights, kept, recipe, name, device="cuda")
     assert count.total() == 0
     programs = [program for found in recorded._PROGRAMS.values() for program, _ in found.values()]
-    # Forward and backward of calls that quantise and of calls that do not; and four casts that are kept.
+    # Forward and backward of calls that quantize and of calls that do not; and four casts that are kept.
     assert len(programs) == 8 and None not in programs
 
 

@@ -132,7 +132,7 @@ STRESSED = [Problem(row_format=MX128, top_k=4), Problem(), Problem(routing="skew
 
 
 def stress(repetitions: int) -> None:
-    """Forward's exchanges, then backward's (unquantised out, quantised back) over the same plan; any order of cases.
+    """Forward's exchanges, then backward's (unquantized out, quantized back) over the same plan; any order of cases.
 
     Differences are counted on the device, so that the host runs ahead and phases of repetitions meet.
     """

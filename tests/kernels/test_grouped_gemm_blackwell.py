@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grouped GEMMs for Blackwell in Triton's interpreter, against float64 products of the dequantised operands.
+"""The grouped GEMMs for Blackwell in Triton's interpreter, against float64 products of the dequantized operands.
 
 The interpreter of Triton 3.6 has no dot_scaled, so these tests bring one: they check everything around it. The same
 checks run on a GPU in tests/gpu; test_aot.py compiles the kernels for Blackwell.

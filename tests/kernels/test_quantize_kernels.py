@@ -92,7 +92,7 @@ def test_a_matrix_whose_tiles_need_offsets_beyond_int32_is_refused(shape):
 
 
 @pytest.mark.parametrize("shape", [(64, ), (2, 3, 2, 64)], ids=str)
-def test_shapes_without_a_kernel_are_dequantised(monkeypatch, shape):
+def test_shapes_without_a_kernel_are_dequantized(monkeypatch, shape):
     monkeypatch.setattr(casts, "runs_triton", lambda x: True)
     x = mx.quantize(torch.randn(shape))
     assert torch.equal(casts.dequantize(x, F32), mx.dequantize(x, F32))

@@ -216,7 +216,7 @@ def several_engines():
 
 @pytest.mark.slow
 def test_engines_with_different_sections_live_side_by_side(ranks2):
-    """Two of them keep quantised weights within each of their own steps."""
+    """Two of them keep quantized weights within each of their own steps."""
     for together, alone, counts in ranks2.run(several_engines):
         assert together == alone
         assert counts == [2, 2, 2, 0]

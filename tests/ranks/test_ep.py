@@ -42,7 +42,7 @@ def test_chain_in_other_dtypes_and_with_floor_rounding(ranks2, dtype, mode, less
 
 
 def test_dispatch_and_permute_move_exact_bytes(ranks2):
-    """What arrives is what one process quantises, row for row; padding is zero data with scale byte 0."""
+    """What arrives is what one process quantizes, row for row; padding is zero data with scale byte 0."""
     results = ranks2.run(chain, "uneven", torch.bfloat16, 32, "rceil")
     table = counts_table(2, "uneven")
     sent = [quantize(r["x"]) for r in results]
@@ -189,7 +189,7 @@ def test_ranks_that_disagree_raise_on_every_rank_and_may_go_on(ranks2):
     assert zero["sent"] == one["sent"] and "rank 0 sends 1 rows to rank 0 in a2a_combine" in zero["sent"]
     for name, texts in {"dtypes": ("bfloat16", "float16"), "widths": ("[., 64]", "[., 32]"),
                         "functions": ("a2a_dispatch", "a2a_combine"), "blocks": ("of 128", "of 32"),
-                        "gradients": ("MXFP8 in blocks of 32 (rceil) on", "unquantised on")}.items():
+                        "gradients": ("MXFP8 in blocks of 32 (rceil) on", "unquantized on")}.items():
         for rank, text in enumerate((zero[name], one[name])):
             assert f"rank {rank} is in a2a" in text and f"ranks [{1 - rank}] are in another" in text
             assert texts[rank] in text
@@ -268,7 +268,7 @@ def test_rows_behind_the_counted_ones_are_in_no_group():
     assert bool((x.grad[:10] == 1).all()) and not x.grad[10:].any()
 
 
-def test_permute_of_dequantised_rows_passes_the_gradient_on():
+def test_permute_of_dequantized_rows_passes_the_gradient_on():
     x = quantize(torch.randn(10, 64)).requires_grad_()
     _, rows, _, _, _ = permute_mxfp8_fwd_hp_bwd(x, torch.tensor([3, 0, 1, 2, 0, 4]), 2, 3, use_mxfp8=False)
     rows.sum().backward()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The expert FFN against a second, naive writing of the same arithmetic, and against no quantisation at all."""
+"""The expert FFN against a second, naive writing of the same arithmetic, and against no quantization at all."""
 
 import weakref
 from contextlib import nullcontext
@@ -68,7 +68,7 @@ def test_stacked_weights_and_per_expert_weights_give_the_same_bits(ranks2):
             assert all(torch.equal(left[role], right[role]) for role in left)
 
 
-# SQNR against the unquantised layer, normal inputs: the bars of the project, output / input gradient / weights.
+# SQNR against the unquantized layer, normal inputs: the bars of the project, output / input gradient / weights.
 BARS = {"gelu": (24.5, 23.5, 24.5), "swiglu": (23.0, 22.5, 22.5)}
 
 
@@ -91,7 +91,7 @@ def test_noise_against_bf16(ranks2, name, recipe_name, mode, block):
 
 
 @pytest.mark.parametrize("block", [128, 32])
-def test_weights_are_quantised_while_the_counts_are_waited_for(monkeypatch, block):
+def test_weights_are_quantized_while_the_counts_are_waited_for(monkeypatch, block):
     x, g, routes, weights = alone("swiglu")
     steps, quantize_weights = [], casts.quantize_weights
 
@@ -125,7 +125,7 @@ def test_weights_are_quantised_while_the_counts_are_waited_for(monkeypatch, bloc
     assert all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
     assert steps == ["wait", "forward", "forward", "there", "dgrad", "dgrad"]
     steps.clear()
-    run(Waiting(), least=1e6)  # which runs unquantised
+    run(Waiting(), least=1e6)  # which runs unquantized
     assert steps == ["wait", "there"]
 
 

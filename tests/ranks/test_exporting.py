@@ -108,7 +108,7 @@ def difference_told(section) -> str:
 
 
 @pytest.mark.parametrize("section, trained, low, high", [
-    ({"scale_block_size": 32}, "blocks of 32", 100, 200), ({"recipe": "bf16"}, "unquantised weights", 31, 32)])
+    ({"scale_block_size": 32}, "blocks of 32", 100, 200), ({"recipe": "bf16"}, "unquantized weights", 31, 32)])
 def test_one_line_says_how_far_other_trainings_are_from_these_bytes(ranks2, section, trained, low, high):
     (told, count), other = ranks2.run(difference_told, section)
     assert other == ("", 0) and count > 2 * 2 * 8 * 3
@@ -259,18 +259,18 @@ def there_and_back(directory):
     net = peft.get_peft_model(net, peft.LoraConfig(target_modules=["q_proj"]))
     save_pretrained(engine_of(net, stage=2), directory / "second", "fp8")
     net = ds_mxfp8_moe.from_pretrained(directory / "first", config_of(stage=2), dtype=torch.bfloat16)
-    save_pretrained(engine_of(net, stage=2), directory / "unquantised")
+    save_pretrained(engine_of(net, stage=2), directory / "unquantized")
     dist.barrier()
     return same(files_of(directory / "second"), files_of(directory / "first"))
 
 
 def test_files_in_fp8_come_back_as_they_were(ranks2, tmp_path):
     assert ranks2.run(there_and_back, tmp_path) == [True, True]
-    first, second, unquantised = (json.loads((tmp_path / name / "config.json").read_text())
-                                  for name in ("first", "second", "unquantised"))
+    first, second, unquantized = (json.loads((tmp_path / name / "config.json").read_text())
+                                  for name in ("first", "second", "unquantized"))
     # transformers 5.17 adds plans of parallelism when it loads FP8.
     assert first == {key: value for key, value in second.items() if not key.endswith("_plan")}
-    assert "quantization_config" in first and "quantization_config" not in unquantised
+    assert "quantization_config" in first and "quantization_config" not in unquantized
 
 
 def with_dora():

@@ -37,7 +37,7 @@ def saved_in_fp8(directory, model_type, stage):
 
 
 def assert_holds(state: dict, expected: dict) -> None:
-    """`expected`, with experts that were quantised."""
+    """`expected`, with experts that were quantized."""
     assert state.keys() == expected.keys()
     for name, tensor in state.items():
         wanted = expected[name].bfloat16()

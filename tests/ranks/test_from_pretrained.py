@@ -51,11 +51,11 @@ VALUES = [*((family, kind, {}) for family in FAMILIES for kind in ("bf16", "floa
 @pytest.mark.parametrize("family, kind, sizes, on_gpu", [
     *((*case, False) for case in VALUES), *((*case, True) for case in VALUES if case[1] not in ("bf16", "mxfp4"))])
 def test_experts_have_the_values_of_the_files(tmp_path, family, kind, sizes, on_gpu):
-    """`on_gpu`: transformers makes FP8 layers, as it does there, and does not dequantise."""
+    """`on_gpu`: transformers makes FP8 layers, as it does there, and does not dequantize."""
     write(tmp_path, family, kind, **sizes)
     if kind == "transformers" and not any(
             tensor.dim() > 1 for name, tensor in tensors_of(tmp_path).items() if name.endswith("_scale_inv")):
-        pytest.skip(f"transformers {transformers.__version__} saves no scales of experts that it has quantised")
+        pytest.skip(f"transformers {transformers.__version__} saves no scales of experts that it has quantized")
     with fp8_without_gpu() if on_gpu else nullcontext():
         net = from_pretrained(tmp_path, ds_config(MXFP8, ep_size=1))
     wanted = list(expert_values(tmp_path).values())
@@ -98,7 +98,7 @@ def by_shards(directory, config):
 
 
 def by_transformers(directory, config):
-    """On a CPU it dequantises, so the engine quantises the same values again."""
+    """On a CPU it dequantizes, so the engine quantizes the same values again."""
     return AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
 
 

@@ -337,7 +337,7 @@ def whole_saved(directory, stage, family):
 
 @pytest.mark.parametrize("stage, family", slow_except([(2, "qwen3_moe"), (3, "mixtral"), (0, "gpt_oss")],
                                                       (2, "qwen3_moe")))
-def test_a_whole_model_is_saved_from_dequantised_experts(ranks2, tmp_path, stage, family):
+def test_a_whole_model_is_saved_from_dequantized_experts(ranks2, tmp_path, stage, family):
     (loss, told), (other, nothing) = ranks2.run(whole_saved, tmp_path, stage, family)
     assert told.count("held in MXFP8, are saved in the model's dtype") == 1 and not nothing
     net = loaded(tmp_path)

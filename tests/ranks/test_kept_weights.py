@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised weights that are kept within a step: one cast of each, the same bits as without, and no stale weights."""
+"""Quantized weights that are kept within a step: one cast of each, the same bits as without, and no stale weights."""
 
 import contextlib
 import io

@@ -309,7 +309,7 @@ def test_what_one_rank_differentiates_does_not_decide_what_all_exchange(ranks2):
 
 
 def converted_otherwise(section):
-    """Rank 1 was given another section, by `convert`, which asks nobody. Nothing but counts has travelled yet."""
+    """Rank 1 was given another section, by `convert`, which asks nobody. Nothing but counts has traveled yet."""
     model = converted(make(k=2), **(section if dist.get_rank() == 1 else {}))
     with mock.patch("ds_mxfp8_moe.transport.collective.Collective.dispatch", side_effect=AssertionError):
         with pytest.raises(PeerError) as caught:

@@ -143,7 +143,7 @@ def test_a_broken_kernel_on_one_rank_is_not_used_on_any(ranks2, runs, said):
         if rank == 0:
             assert text.count("a kernel is broken here: grouped_mm: wrong. Here: triton 3.99") == (said is not None)
             assert said is None or said in text
-            assert ("recipe bf16 (no quantisation)" in text) == (runs == "bf16")
+            assert ("recipe bf16 (no quantization)" in text) == (runs == "bf16")
             assert ("0 of 2 MoE layers converted" in text) == (runs == "deepspeed")
 
 

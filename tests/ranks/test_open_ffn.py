@@ -28,7 +28,7 @@ CASES = ["silu", "softplus", "mlp", "in_turn", "in place", "normed", "hostile"]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_equals_plain_torch_without_quantisation(ranks2, case):
+def test_equals_plain_torch_without_quantization(ranks2, case):
     assert_near_plain_torch(ranks2, BF16, case, 90, bias=case != "hostile", adapted=True)
 
 
@@ -187,7 +187,7 @@ def test_frozen_weights_give_the_bits_of_kept_ones(recipe_name, case, keys):
     assert all(map(torch.equal, held, kept)) and not wgrad.called
 
 
-def test_calls_share_quantised_weights(monkeypatch):
+def test_calls_share_quantized_weights(monkeypatch):
     formula_, _, x, g, routes, weights = alone()
     quantize_weights, steps = casts.quantize_weights, []
 
@@ -211,11 +211,11 @@ def test_calls_share_quantised_weights(monkeypatch):
     with torch.no_grad():
         weights["up"].mul_(2)
     assert not torch.equal(run(kept)[0], wanted[0]) and len(steps) == 4
-    run(kept, fewest=1e6)  # which runs unquantised
+    run(kept, fewest=1e6)  # which runs unquantized
     assert not steps
 
 
-def test_few_tokens_run_unquantised(ranks2):
+def test_few_tokens_run_unquantized(ranks2):
     formula_, _, x, _, routes, weights = alone(tokens=(50, ))
     few, many = (OpenFFN(formula_, RECIPES["hp-32"], Local(), 8, fewest)(x, routes, weights) for fewest in (13, 12))
     assert torch.equal(few, OpenFFN(formula_, BF16, Local(), 8)(x, routes, weights)) and not torch.equal(few, many)

@@ -117,7 +117,7 @@ CASES |= {"hp-32-gelu-kept": dict(recipe="hp-32", name="gelu", kept=True),
 
 
 def casts_of(recipe: str, few: bool = False) -> int:
-    """How many times a forward and a backward quantise the weights of a GEMM."""
+    """How many times a forward and a backward quantize the weights of a GEMM."""
     return 0 if recipe == "bf16" or few else 4
 
 

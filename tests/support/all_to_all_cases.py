@@ -22,7 +22,7 @@ DEADLINE = timedelta(seconds=4)  # kernels wait for nine sixteenths of it
 
 @dataclass(frozen=True)
 class Case:
-    """`rows`: "plain"; "e4m3", that come quantised; "quantize": that become MXFP8 in blocks of `block`."""
+    """`rows`: "plain"; "e4m3", that come quantized; "quantize": that become MXFP8 in blocks of `block`."""
 
     max_tokens: int = 7
     local_experts: int = 2

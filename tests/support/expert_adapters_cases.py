@@ -38,7 +38,7 @@ def run(recipe, dtype, device="cpu", merged=False, calls=1, rank=8):
 
 
 def decibels(recipe, dtype, device="cpu"):
-    """Beside merged weights in float32, without quantisation."""
+    """Beside merged weights in float32, without quantization."""
     (exact, ), (ours, ) = run(BF16, torch.float32, merged=True), run(recipe, dtype, device)
     return {name: sqnr_db(exact[name], ours[name].float().cpu()) for name in exact}
 

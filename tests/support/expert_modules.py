@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from deepspeed.moe.experts import Experts
 from torch import nn
 
-from ds_mxfp8_moe.compute.formula import NotRecognised
-from ds_mxfp8_moe.recognition.recognise import recognise
+from ds_mxfp8_moe.compute.formula import NotRecognized
+from ds_mxfp8_moe.recognition.recognize import recognize
 
 H, FFN = 64, 96
 
@@ -19,8 +19,8 @@ def local_experts(template, num=2):
 def refused(template, *, num=2, hidden_size=H):
     """The reason, as text."""
     experts = template if isinstance(template, nn.ModuleList) else local_experts(template, num)
-    with pytest.raises(NotRecognised) as caught:
-        recognise(experts, hidden_size)
+    with pytest.raises(NotRecognized) as caught:
+        recognize(experts, hidden_size)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 

@@ -44,7 +44,7 @@ def saved(directory, model_type, combinations):
 
 
 def check_files(directory):
-    """Whether vLLM's rules find the unquantised weights in the files, cast."""
+    """Whether vLLM's rules find the unquantized weights in the files, cast."""
     assert len(list((directory / "fp8").glob("model-*-of-*.safetensors"))) > 1
     plain = files_of(directory / "model")
     found = read(directory / "fp8", plain)

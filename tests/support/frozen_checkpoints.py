@@ -29,7 +29,7 @@ def write(directory: Path, family: str, kind: str, shard: str = "300KB", everywh
     """Writes a checkpoint of several shards.
 
     `kind`: "bf16"; "float" or "ue8m0", which are block FP8 with scales of this format, as published checkpoints have
-    it; "transformers", which transformers has quantised and saved; "mxfp4". Attention is in block FP8 only with
+    it; "transformers", which transformers has quantized and saved; "mxfp4". Attention is in block FP8 only with
     `everywhere`, since no CPU computes it.
     """
     net = model(family, torch.bfloat16, **{**SIZES, **sizes})
@@ -40,8 +40,8 @@ def write(directory: Path, family: str, kind: str, shard: str = "300KB", everywh
     net.save_pretrained(directory, max_shard_size=shard)
     if kind == "transformers":
         with fp8_without_gpu():
-            quantisation = FineGrainedFP8Config(modules_to_not_convert=NOT_EXPERTS)
-            net = AutoModelForCausalLM.from_pretrained(directory, quantization_config=quantisation, dtype="auto")
+            quantization = FineGrainedFP8Config(modules_to_not_convert=NOT_EXPERTS)
+            net = AutoModelForCausalLM.from_pretrained(directory, quantization_config=quantization, dtype="auto")
         for file in directory.glob("*.safetensors*"):
             file.unlink()
         net.save_pretrained(directory, max_shard_size=shard)
@@ -49,9 +49,9 @@ def write(directory: Path, family: str, kind: str, shard: str = "300KB", everywh
         rewrite(directory, _to_mxfp4)
         change_config(directory, quantization_config={"quant_method": "mxfp4"})
     elif kind != "bf16":
-        quantisation = FineGrainedFP8Config(scale_fmt=kind)
+        quantization = FineGrainedFP8Config(scale_fmt=kind)
         wanted = re.compile(r".*_proj\.weight") if everywhere else EXPERT
-        rewrite(directory, lambda name, tensor: _to_block_fp8(name, tensor, quantisation)
+        rewrite(directory, lambda name, tensor: _to_block_fp8(name, tensor, quantization)
                 if wanted.fullmatch(name) else {name: tensor})
         change_config(directory, quantization_config={
             **BLOCK_FP8, "scale_fmt": kind, "modules_to_not_convert": ["lm_head"] if everywhere else NOT_EXPERTS})
@@ -137,7 +137,7 @@ def _factors(tensors: dict, name: str, shape: torch.Size) -> torch.Tensor | floa
     of_stack = re.sub(r"\d+\.(\w+)_proj\.weight$", lambda m: "down_proj" if m[1] == "down" else "gate_up_proj", name)
     if f"{name}_scale_inv" in tensors:
         factors = tensors[f"{name}_scale_inv"].float()
-    elif f"{of_stack}_scale_inv" in tensors:  # as transformers saves what it has quantised itself; sizes of 128
+    elif f"{of_stack}_scale_inv" in tensors:  # as transformers saves what it has quantized itself; sizes of 128
         number = int(re.search(r"experts\.(\d+)\.", name)[1])
         both = tensors[f"{of_stack}_scale_inv"][number].float()
         factors = both if "down" in name else both.chunk(2)["up" in name.rsplit(".", 2)[1]]

@@ -179,7 +179,7 @@ def _let_gloo_gather_tokens() -> None:
 
 
 class TensorParallel:
-    """The part of Megatron's mpu that DeepSpeed asks for: neighbours form a tensor-parallel group."""
+    """The part of Megatron's mpu that DeepSpeed asks for: neighbors form a tensor-parallel group."""
 
     def __init__(self, size: int):
         _let_gloo_gather_tokens()

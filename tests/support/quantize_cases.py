@@ -87,9 +87,9 @@ def run_rescale(device: str, rows: int, columns: int, block: int, mode: str) -> 
     data[data & 0x7F == 0x7F] &= 0xFE  # else nearly every block had a NaN
     data[5, 5] = 0x7F
     # Scales of one block of columns lie within a few binades, so that blocks along the rows keep some bits.
-    centre = torch.linspace(0, 255, -(-columns // block)).int()
-    spread = torch.randint(-6, 7, (rows, len(centre)), generator=generator, dtype=torch.int32)
-    scale = (centre + spread).clamp(0, 254).to(torch.uint8)
+    center = torch.linspace(0, 255, -(-columns // block)).int()
+    spread = torch.randint(-6, 7, (rows, len(center)), generator=generator, dtype=torch.int32)
+    scale = (center + spread).clamp(0, 254).to(torch.uint8)
     scale[9, 0] = 255
     x = MXTensor(data.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu), block, torch.bfloat16)
     expected = mx.transpose_rescale(x, block, mode)

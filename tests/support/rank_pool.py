@@ -5,7 +5,7 @@ that each is on a machine of its own.
 
 A case hands the pool a top-level function; every rank runs it and its return values come back in rank order:
 
-    def body(k):                       # runs on every rank; torch.distributed is initialised
+    def body(k):                       # runs on every rank; torch.distributed is initialized
         return deepspeed.comm.get_rank() * k
 
     def test_body(ranks2):

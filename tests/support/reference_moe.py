@@ -75,7 +75,7 @@ def reference(formula, recipe, experts, tokens, routes, grads, ranks, rescales_r
     """
     dtype = tokens[0].dtype
     local = len(experts) // ranks
-    quantised = recipe.quantize_gemm
+    quantized = recipe.quantize_gemm
 
     def rnd(x):
         return x.to(dtype).float()
@@ -84,7 +84,7 @@ def reference(formula, recipe, experts, tokens, routes, grads, ranks, rescales_r
         return _cast(x, recipe) if kind == "mxfp8" else rnd(x)
 
     def operand(x):
-        return _cast(x, recipe) if quantised else rnd(x)
+        return _cast(x, recipe) if quantized else rnd(x)
 
     top_k = routes[0][0].shape[1]
     x_wire = [wire(x.float(), recipe.dispatch_fwd) for x in tokens]

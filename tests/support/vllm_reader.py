@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM asks a checkpoint in block FP8 for, and how it reads it, in a few lines: which modules are quantised
+"""What vLLM asks a checkpoint in block FP8 for, and how it reads it, in a few lines: which modules are quantized
 (`is_layer_skipped`), the names and shapes of scales (`Fp8LinearMethod`, `Fp8MoEMethod`), and the sizes it refuses.
 """
 
@@ -37,12 +37,12 @@ def is_quantized(name: str, plain: dict[str, torch.Tensor], ignored: list[str]) 
     if not all(f"{part}.weight" in plain for part in parts):  # not in every model
         parts = []
     skipped = {part in ignored for part in parts or [f"{prefix}.{last}"]}
-    assert len(skipped) == 1, f"some but not all shards of {name} are quantised"
+    assert len(skipped) == 1, f"some but not all shards of {name} are quantized"
     return not skipped.pop()
 
 
 def read(directory: Path, plain: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Every tensor of an unquantised checkpoint (`plain`), dequantised where it is quantised.
+    """Every tensor of an unquantized checkpoint (`plain`), dequantized where it is quantized.
 
     Fails if one is missing, has another shape, or is left over.
     """

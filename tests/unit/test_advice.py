@@ -44,7 +44,7 @@ def test_configs_with_nothing_to_say(config, ranks):
 @pytest.mark.parametrize("section, sizes, line", [
     ({"transport": "nvlink"}, [1, 1],
      '"transport" has no effect: every rank holds all experts of its layers, so no tokens travel'),
-    ({"recipe": "bf16", "scaling_mode": "floor"}, [2], '"scaling_mode" has no effect: the recipe "bf16" quantises '
+    ({"recipe": "bf16", "scaling_mode": "floor"}, [2], '"scaling_mode" has no effect: the recipe "bf16" quantizes '
                                                        "nothing"),
     ({"transport": "nvlink"}, [1, 2], None), ({"transport": "collective"}, [1], None), ({"recipe": "bf16"}, [1], None),
     ({"frozen_experts": "mxfp8"}, [2], '"frozen_experts": "mxfp8" has no effect: no layer has spread experts that are '
@@ -61,7 +61,7 @@ FUSED = {"type": "AdamW", "params": {"torch_adam": True, "fused": True}}
 @pytest.mark.parametrize("config, section, line", [
     ({"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}, {}, "AdamW is not fused: .*"),
     ({"gradient_accumulation_steps": 4}, {"keep_quantized_weights": False},
-     '"keep_quantized_weights": false quantises weights in each of the 4 micro-batches.*'),
+     '"keep_quantized_weights": false quantizes weights in each of the 4 micro-batches.*'),
     ({"wall_clock_breakdown": True}, {}, '"wall_clock_breakdown" makes the host wait.*'),
     ({"optimizer": FUSED, "gradient_accumulation_steps": 4, "wall_clock_breakdown": False}, {}, None),
     ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}, {"keep_quantized_weights": True}, None),

@@ -28,7 +28,7 @@ def random(*shape, seed=0):
 
 
 def block_fp8(values, power_of_two=True):
-    """As transformers quantises, with tiles at the edges that are shorter."""
+    """As transformers quantizes, with tiles at the edges that are shorter."""
     tiles = quantize_tiles(values)
     if power_of_two:
         return to_block_fp8(tiles)
@@ -160,13 +160,13 @@ def test_gate_above_up_and_apart_again(rows):
     if rows % 128 == 0:  # bytes stay
         assert same_bytes(again[0], gate) and same_bytes(again[1], up)
         assert torch.equal(dequantize(both, F32), values)
-    else:  # tiles cross the border: quantised as one matrix, which changes few values
+    else:  # tiles cross the border: quantized as one matrix, which changes few values
         assert same_bytes(both, quantize_tiles(values))
         assert (dequantize(both, F32) != values).float().mean() < 0.01
         assert torch.equal(dequantize(both, F32)[:, rows:], dequantize(again[1], F32))
 
 
-def test_blocks_of_32_are_quantised_again_for_export():
+def test_blocks_of_32_are_quantized_again_for_export():
     blocks = quantize(random(256, 128).bfloat16())
     rounding = Rounding()
     tiles = quantize_again(blocks, rounding)

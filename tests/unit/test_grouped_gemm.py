@@ -59,7 +59,7 @@ def test_mxfp8_operands(dtype, block):
     a_mx = quantize(a, block)
     b_mx = quantize_tiles(b) if block == 128 else quantize(b, block)
     expected = loop(a_mx.dequantize(torch.float32), b_mx.dequantize(torch.float32))
-    # A float16 tensor keeps its dtype outside, but is dequantised to bfloat16: products are exact, sums in float32.
+    # A float16 tensor keeps its dtype outside, but is dequantized to bfloat16: products are exact, sums in float32.
     actual = grouped_mm(a_mx, b_mx, ENDS)
     assert actual.dtype == dtype and sqnr_db(expected, actual) >= (110 if dtype == torch.float32 else 50)
     same(expected, grouped_mm(a_mx, b_mx.dequantize(torch.float32), ENDS, torch.float32), torch.float32)
@@ -74,7 +74,7 @@ def test_frozen_weights_of_tiles_are_multiplied_beside_blocks_of_32_on_blackwell
 
 @pytest.mark.parametrize("block, capability", [(32, (0, 0)), (128, (0, 0)), (128, (9, 0))])
 def test_mxfp8_wgrad(monkeypatch, block, capability):
-    """Operands in column form, blocks along whole groups of rows. Hopper's kernel takes rows: it dequantises too."""
+    """Operands in column form, blocks along whole groups of rows. Hopper's kernel takes rows: it dequantizes too."""
     monkeypatch.setattr(grouped_gemm, "capability", lambda device: capability)
     gen = torch.Generator().manual_seed(1)
     ends = torch.tensor([128, 128, 384], dtype=torch.int32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What keeping quantised weights changes in a layer's settings. tests/ranks/test_kept_weights.py has the rest."""
+"""What keeping quantized weights changes in a layer's settings. tests/ranks/test_kept_weights.py has the rest."""
 
 import math
 from types import SimpleNamespace

@@ -59,7 +59,7 @@ def test_weights_in_bf16_keep_the_update_in_either_format(size):
 
 
 def test_weights_in_bf16_that_come_from_fp8_are_merged_in_tiles():
-    """A model that transformers has dequantised: its weights are e4m3 numbers, and a cast would lose the update."""
+    """A model that transformers has dequantized: its weights are e4m3 numbers, and a cast would lose the update."""
     w_ENK, low = weights_and_adapter(0.005)
     tiles = quantize_tiles(w_ENK)
     mixed = torch.stack([tiles.dequantize(torch.bfloat16)[0], w_ENK[1].bfloat16()])
@@ -93,7 +93,7 @@ def test_an_update_of_zero_changes_no_byte():
                                           mode).dequantize(), quantize_tiles(plain[1:], mode).dequantize())
 
 
-def test_a_value_becomes_one_of_its_two_neighbours():
+def test_a_value_becomes_one_of_its_two_neighbors():
     """Signs, subnormals, the largest values, and tiles whose scale grows or shrinks by the update."""
     tiles = hard_tiles()
     low = LowRank(torch.randn(EXPERTS, 8, 256), torch.randn(EXPERTS, 256, 8))
@@ -111,7 +111,7 @@ def test_a_value_becomes_one_of_its_two_neighbours():
 
 
 def test_the_mean_over_steps_is_the_exact_sum():
-    """Of subnormals, normal numbers and the largest, each between its neighbours."""
+    """Of subnormals, normal numbers and the largest, each between its neighbors."""
     data = torch.tensor([0.0, 2**-9, 2**-6, -1.0, 1.75, -240, 448, 8]).to(torch.float8_e4m3fn)
     tiles = MXTensor(data.repeat(128, 16).unsqueeze(0), torch.full((1, 1, 1), 127, dtype=torch.uint8), 128,
                      torch.bfloat16, tiled=True)

@@ -172,7 +172,7 @@ def test_nan_fills_its_tile_alone():
     assert values[128:, :128].isnan().all() and values[:128].isfinite().all() and values[:, 128:].isfinite().all()
 
 
-def test_dequantised_values_are_exact_in_bfloat16():
+def test_dequantized_values_are_exact_in_bfloat16():
     x = torch.randn(64, 256) * torch.logspace(-100, 100, 64, base=2).unsqueeze(1)
     for block in (32, 128):
         mx = quantize(x, block)
@@ -263,7 +263,7 @@ def test_type_as_and_arithmetic(mx):
     assert torch.equal(torch.zeros(6, 128).bfloat16().copy_(mx), values)
 
 
-def test_moves_of_whole_rows_stay_quantised(mx):
+def test_moves_of_whole_rows_stay_quantized(mx):
     index, mask = torch.tensor([5, 0, 0]), torch.tensor([True, False] * 3)
     cube = quantize(torch.randn(2, 3, 64))
     moves = {"slice": lambda t: t[2:5], "step": lambda t: t[::2], "row": lambda t: t[3], "index": lambda t: t[index],
@@ -381,7 +381,7 @@ class GivesMX(torch.autograd.Function):
 
 
 def test_as_the_gradient_of_a_leaf():
-    """The first is kept as it is; accumulation re-quantises the sum."""
+    """The first is kept as it is; accumulation re-quantizes the sum."""
     x, g = torch.randn(4, 64, requires_grad=True), torch.randn(4, 64)
     GivesMX.apply(x).backward(g)
     assert type(x.grad) is MXTensor and same_bytes(x.grad, quantize(g))

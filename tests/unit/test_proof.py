@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ds_mxfp8_moe.compute.formula import NotRecognised
+from ds_mxfp8_moe.compute.formula import NotRecognized
 from ds_mxfp8_moe.recognition import proof
-from ds_mxfp8_moe.recognition.recognise import recognise
+from ds_mxfp8_moe.recognition.recognize import recognize
 from tests.support.expert_modules import Gated, H, Mlp, local_experts, mlp, refused
 
 # ---- big experts --------------------------------------------------------------------------------------------------
@@ -34,7 +34,7 @@ def test_big_experts(cls, runs, ffn, monkeypatch):
     monkeypatch.setattr(proof, "_run", lambda fn, x: (seen.append(x.shape[-1]), run(fn, x))[1])
     with torch.device("meta"):
         experts = local_experts(cls(512, ffn).bfloat16())
-    formula = recognise(experts, 512)
+    formula = recognize(experts, 512)
     assert (formula.kind, formula.ffn_size, formula.gate, formula.up) == ("gated", ffn, "c.weight", "b.weight")
     assert list(dict.fromkeys(seen)) == runs
 
@@ -42,9 +42,9 @@ def test_big_experts(cls, runs, ffn, monkeypatch):
 def test_real_sizes_cost_neither_time_nor_memory():
     with torch.device("meta"):
         experts = local_experts(Gated(7168, 2048).bfloat16(), 16)
-    recognise(experts, 7168)  # imports
+    recognize(experts, 7168)  # imports
     start = time.process_time()
-    assert recognise(experts, 7168).ffn_size == 2048
+    assert recognize(experts, 7168).ffn_size == 2048
     assert time.process_time() - start < 1  # 0.01 s where nothing else runs; drawing the weights alone takes longer
 
 
@@ -99,8 +99,8 @@ def test_modules_and_random_states_stay_as_they_were(compute):
     attributes = [{k: v for k, v in vars(m).items()} for m in experts.modules()]
     state = torch.get_rng_state()
     try:
-        recognise(experts, H)
-    except NotRecognised:
+        recognize(experts, H)
+    except NotRecognized:
         pass
     assert torch.equal(torch.get_rng_state(), state)
     assert dict(experts.named_parameters()).keys() == params.keys()
@@ -117,10 +117,10 @@ def test_whatever_modes_the_caller_is_in():
     for mode in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16),
                  torch.device("meta")):
         with mode:
-            assert recognise(experts, H).kind == "mlp"
+            assert recognize(experts, H).kind == "mlp"
     torch.set_float32_matmul_precision("medium")
     try:
-        assert recognise(experts, H).kind == "mlp"
+        assert recognize(experts, H).kind == "mlp"
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision("highest")

@@ -118,7 +118,7 @@ SPREAD = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
     (ENABLED | {"expert_parallel": {"enabled": True, "autoep_sise": 2}},
      '[WARN] "expert_parallel" has "autoep_sise", which DeepSpeed ignores: did you mean "autoep_size"?'),
     ({"mxfp8_moe": {"enabled": True, "recipe": "bf16", "scaling_mode": "floor"}},
-     '[WARN] "scaling_mode" has no effect: the recipe "bf16" quantises nothing'),
+     '[WARN] "scaling_mode" has no effect: the recipe "bf16" quantizes nothing'),
     ({"mxfp8_moe": {"recipe": "mxfp8"}}, '[WARN] the section lacks "enabled": true'),
     ({"mxfp8_moe_config": {"enabled": True}}, '[WARN] there is no section "mxfp8_moe" in it'),
     ({"train_batch_size": 8}, 'enabled .................. false (default: plain DeepSpeed; write "enabled": true to'),
@@ -235,4 +235,4 @@ def test_recipe_bf16_shows_what_it_means():
     shown = dict(report.section_lines(MXFP8MoEConfig(recipe="bf16"), report.transports()))
     assert shown["recipe"] == '"bf16" (given)'
     for key in ("dispatch_fwd_dtype", "combine_bwd_dtype", "preactivation_dtype"):
-        assert shown[key] == '"bf16" (recipe bf16 quantises nothing)'
+        assert shown[key] == '"bf16" (recipe bf16 quantizes nothing)'

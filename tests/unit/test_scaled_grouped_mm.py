@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scaled grouped GEMM against a float32 loop over groups, and against a loop over dequantised operands."""
+"""The scaled grouped GEMM against a float32 loop over groups, and against a loop over dequantized operands."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def quantize_rows(x, block, mode):
 
 @pytest.mark.parametrize("mx_input", (False, True), ids=("plain A", "MXTensor A"))
 @pytest.mark.parametrize("block, mode, hp", CASES)
-def test_against_dequantised_operands(block, mode, hp, mx_input):
+def test_against_dequantized_operands(block, mode, hp, mx_input):
     """The same roundings, written out a second time; only the order of float32 sums differs."""
     a, w, grad = operands(torch.float32)
     a_q = quantize(a, block, mode).dequantize()
@@ -67,7 +67,7 @@ def test_a_kernel_that_rescales_rows_gets_rows(monkeypatch, mx_input):
 
 @pytest.mark.parametrize("hp", (True, False))
 def test_gradient_as_mxtensor(hp):
-    """The gradient of unpermute: used as it is, so dA equals that of the plain gradient which quantises to it."""
+    """The gradient of unpermute: used as it is, so dA equals that of the plain gradient which quantizes to it."""
     a, w, grad = operands()
     mx = quantize(grad.bfloat16())
     plain = run(a, w, grad, wgrad_with_hp=hp)
@@ -146,7 +146,7 @@ def test_bias(shape):
 
 
 def test_hooks_on_saved_tensors_see_plain_tensors():
-    """Offloading and DeepSpeed's checkpointing move saved tensors; an MXTensor among them would be dequantised."""
+    """Offloading and DeepSpeed's checkpointing move saved tensors; an MXTensor among them would be dequantized."""
     a, w, _ = operands()
     seen = []
 

@@ -2,7 +2,7 @@
 """Dispatch and combine of a few tokens, by the method of pplx-kernels' table: e4m3 rows with one float32 scale for 128
 values go out, bf16 rows come back; random experts; no pause between dispatch and combine.
 
-`AllToAll` with rows that come in e4m3, and with bf16 rows that it quantises itself, launched one by one and from CUDA
+`AllToAll` with rows that come in e4m3, and with bf16 rows that it quantizes itself, launched one by one and from CUDA
 graphs. Beside it bare NCCL all-to-alls without any permute: of exactly the rows that must move, one for each choice,
 and of pplx-kernels' padded layout.
 
@@ -62,7 +62,7 @@ class Batch:
     """One rank's tokens.
 
     Attributes:
-        x_TH, mx_TH: bf16, and quantised; scale_TB: its scales as float32.
+        x_TH, mx_TH: bf16, and quantized; scale_TB: its scales as float32.
         expert_TK, weight_TK: routing.
         everywhere: expert_TK of all ranks, [W, T, K].
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's SwiGLU experts on one GPU, forward and backward, all quantisation included.
+"""One rank's SwiGLU experts on one GPU, forward and backward, all quantization included.
 
 Every recipe of ds_mxfp8_moe beside our bf16 recipe and a plain PyTorch one (torch._grouped_mm and autograd). Tokens
 stand sorted by expert already: nothing is exchanged. Also how many bytes a step holds between forward and backward
@@ -50,7 +50,7 @@ LEAST_SQNR_DB, LEAST_SQNR_MXFP8_DB = 38, 18
 
 
 class InPlace(Transport):
-    """The transport of one rank whose tokens stand expert-sorted and padded already: dispatch quantises, no more."""
+    """The transport of one rank whose tokens stand expert-sorted and padded already: dispatch quantizes, no more."""
 
     def __init__(self, counts: tuple[int, ...]):
         """For groups with these numbers of tokens, each padded to whole tiles with zero rows of weight 0."""

@@ -249,7 +249,7 @@ def random_batches(vocabulary: int, *shape: int) -> list[torch.Tensor]:
 def even_routes(tokens: int, top_k: int, experts: int) -> torch.Tensor:
     """[T, K]: every expert gets equally many, and the choices of a token lie on as many ranks as a router's would.
 
-    Neighbours instead, as round-robin gives them, share a rank: they would travel together, as in no training.
+    Neighbors instead, as round-robin gives them, share a rank: they would travel together, as in no training.
     """
     generator = torch.Generator().manual_seed(0)
     order, offsets = (torch.randperm(experts, generator=generator) for _ in range(2))

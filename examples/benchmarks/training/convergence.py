@@ -88,7 +88,7 @@ def quantizes(section: dict) -> bool:
 
 
 def own_config(path: Path) -> dict:
-    """A user's DeepSpeed config. Exits if its section "mxfp8_moe" does not quantise anything."""
+    """A user's DeepSpeed config. Exits if its section "mxfp8_moe" does not quantize anything."""
     config = load_ds_config(str(path))
     section = config.get(SECTION, {})
     if not section.get("enabled") or not quantizes(section):
@@ -98,7 +98,7 @@ def own_config(path: Path) -> dict:
 
 
 def section_of(one: Run, args: argparse.Namespace) -> dict:
-    """The section of a run: the study's, the user's as it is, or the user's without quantisation."""
+    """The section of a run: the study's, the user's as it is, or the user's without quantization."""
     if one.size != OWN:
         return RECIPES[one.recipe]
     section = own_config(args.ds_config)[SECTION]

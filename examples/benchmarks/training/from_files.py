@@ -3,7 +3,7 @@
 
 The files have random weights in a model's real shapes, one file for each layer, with the names of published
 checkpoints. Layers of the same form have the same values, so that files of 100 GB are written in a minute or two. In
-FP8 and MXFP4, only routed experts are quantised; FP8's scales are powers of two. The files go to the first of
+FP8 and MXFP4, only routed experts are quantized; FP8's scales are powers of two. The files go to the first of
 `--folders` that has room, with links in one folder, and are deleted as soon as the model is loaded.
 
 The load's seconds are those of `from_pretrained`, whose files the system may still hold in its cache. Its host memory

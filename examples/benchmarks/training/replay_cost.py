@@ -4,7 +4,7 @@ engine.
 
 The model is a share of Qwen3-30B-A3B in whole_model.py, of which one GPU holds 16 of 128 experts in each of 8 layers.
 Every step is one micro-batch, and one `with`, so that the check of the routes falls on it. The host waits for the
-device before and after a block of steps, not inside. A cost is the median difference of neighbouring blocks.
+device before and after a block of steps, not inside. A cost is the median difference of neighboring blocks.
 
     python examples/benchmarks/training/replay_cost.py
 """

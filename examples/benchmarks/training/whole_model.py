@@ -21,7 +21,7 @@ It runs without CUDA graphs, so that the kernels of attention's linears are told
 
 Model FLOPs of a token: 6 for each weight that it meets and that is trained, 4 for each frozen one, with the experts
 that it is sent to; and 12 x context x heads x head size for each attention, where the context is half the sequence or
-the sliding window. The embedding and what checkpointing computes again do not count. Utilisation is of the device's
+the sliding window. The embedding and what checkpointing computes again do not count. Utilization is of the device's
 peak in dense bf16.
 
 Where fewer layers fit than the model has, "all layers" is derived: the time of what layers hold grows with them, that

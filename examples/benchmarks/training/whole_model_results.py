@@ -211,12 +211,12 @@ INSTEAD = (*((changes_of["loss"], DEFAULT, FASTEST | changes_of) for changes_of 
            ("without Liger, loss in chunks, compiled between the MoE layers", DEFAULT, WITHOUT_LIGER),
            ('the same, `"recipe": "mxfp8"`', MXFP8, WITHOUT_LIGER),
            ("DeepSpeed's throughput timer waits for the device", DEFAULT, FASTEST | {"timer": changes.WAITS}),
-           ("quantised weights not kept", NOT_KEPT, FASTEST), ("attention without CUDA graphs", NO_GRAPHS, FASTEST),
+           ("quantized weights not kept", NOT_KEPT, FASTEST), ("attention without CUDA graphs", NO_GRAPHS, FASTEST),
            ("4 micro-batches of 2 sequences", DEFAULT, LARGER),
            ("the same, checkpointing every other layer", DEFAULT,
             LARGER | {"checkpointing": "half"}),
            ("the same, checkpointing all layers", DEFAULT, LARGER | {"checkpointing": True}),
-           ("the same, quantised weights not kept", NOT_KEPT, LARGER | {"checkpointing": True}))
+           ("the same, quantized weights not kept", NOT_KEPT, LARGER | {"checkpointing": True}))
 
 
 def step_lines(result: dict, steps: tuple, over: dict | None = None) -> list[list]:
@@ -258,7 +258,7 @@ SHOWN = show.Shown(
      ("p10", "tokens_per_s_p10", "{}"), ("p90", "tokens_per_s_p90", "{}"),
      ("all layers (derived)", "tokens_per_s_all_layers", "{}"),
      ("with its exchange (model)", "tokens_per_s_exchange", "{}"), ("TFLOP/s", "tflops", "{:.4g}"),
-     ("utilisation", "utilisation", "{:.1%}"), ("peak, GiB", "peak_bytes", show.GIB),
+     ("utilization", "utilisation", "{:.1%}"), ("peak, GiB", "peak_bytes", show.GIB),
      ("step, ms", "median_ms", "{:.1f}"),
      *((f"{told}, ms", f"{name}_ms", "{:.1f}") for name, told in PARTS.items()), ("loss off", "loss_off", "{:.2%}"),
      ("gradient norm off", "norm_off", "{:.2%}"), ("commit", "commit", "{:.10}")],

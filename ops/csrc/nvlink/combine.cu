@@ -34,7 +34,7 @@ template <class T> struct Plain {
 };
 
 // Rows that travel as MXFP8. The owner's sums become OUT.
-template <class OUT, int BLOCK> struct Quantised {
+template <class OUT, int BLOCK> struct Quantized {
   static constexpr int VALUES = LANE_VALUES;
   static constexpr int AHEAD = 1;
   using Unit = uint8_t;
@@ -359,8 +359,8 @@ template <class Action> int with_types(const Combine &a, Action action) {
       using In = typename decltype(in)::type;
       using Out = typename decltype(out)::type;
       if constexpr (std::is_same_v<In, Out> || std::is_same_v<In, float>)
-        return a.rows.block == 32    ? action(in, Quantised<Out, 32>{floor, {}})
-               : a.rows.block == 128 ? action(in, Quantised<Out, 128>{floor, {}})
+        return a.rows.block == 32    ? action(in, Quantized<Out, 32>{floor, {}})
+               : a.rows.block == 128 ? action(in, Quantized<Out, 128>{floor, {}})
                                      : action(in, Plain<Out>{});
       else
         return int(cudaErrorInvalidValue);

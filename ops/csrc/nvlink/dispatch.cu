@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sends tokens to the ranks of their experts. Each token is read and quantised once, and sent once to each rank. The
+// Sends tokens to the ranks of their experts. Each token is read and quantized once, and sent once to each rank. The
 // rows that arrive, and the rows of this rank's own tokens, are stored to their places among the expert-sorted rows.
 #include "rows.cuh"
 
@@ -7,7 +7,7 @@ namespace nvlink {
 namespace {
 
 constexpr int AHEAD = 4; // pieces whose loads are in flight together
-constexpr int AHEAD_QUANTISED = 2; // the same for pieces that are quantised
+constexpr int AHEAD_QUANTISED = 2; // the same for pieces that are quantized
 
 // All lanes of a warp call it. Calls action(lane, value) for each lane in `lanes`, with the value that it holds.
 template <class T, class Action> __device__ __forceinline__ void each(uint32_t lanes, T value, Action action) {
@@ -76,8 +76,8 @@ struct Plain {
   }
 };
 
-// Sends a token quantised to MXFP8.
-template <class T, int BLOCK> struct Quantised {
+// Sends a token quantized to MXFP8.
+template <class T, int BLOCK> struct Quantized {
   int H;
   bool floor;
 
@@ -243,7 +243,7 @@ template <class Action> int with_wire(const Dispatch &a, Action action) {
     return action(Plain{H * (a.dtype == FP32 ? 4 : 2)});
   return with_type(a.dtype, [&](auto in) {
     using In = typename decltype(in)::type;
-    return a.rows.block == 32 ? action(Quantised<In, 32>{H, floor}) : action(Quantised<In, 128>{H, floor});
+    return a.rows.block == 32 ? action(Quantized<In, 32>{H, floor}) : action(Quantized<In, 128>{H, floor});
   });
 }
 

@@ -5,7 +5,7 @@
 // that this rank sends, R rows that it receives, P expert-sorted rows with their padding. A suffix such as "ERH" gives
 // the axes of a tensor. "Output" marks what a kernel writes.
 //
-// A chunk is a run of neighbouring tokens of one rank. One team of threads sends a chunk at a time, and one flag
+// A chunk is a run of neighboring tokens of one rank. One team of threads sends a chunk at a time, and one flag
 // announces it. A row's place is its index among the P rows of its expert's rank.
 #pragma once
 #include <cstdint>
@@ -124,7 +124,7 @@ struct Rows {
   int64_t data_at = 0, scale_at = 0, weight_at = 0; // offsets in a half, in bytes
   int K = 0, experts = 0, chunk = 0, chunks = 0, stride = 0;
   int H = 0;
-  int block = 0;     // values that share a scale. 0 if rows travel unquantised
+  int block = 0;     // values that share a scale. 0 if rows travel unquantized
   int floor = 0;     // whether scales are rounded by "floor". Otherwise "rceil"
   int scale_row = 0; // bytes of a row's scales in staging
   int weights = 0;   // whether K weights travel with each row. Their addresses are 0 if there are no rows
@@ -144,7 +144,7 @@ struct Combine {
   Address y_PH = 0, weight_P = 0;
   Address out_TH = 0, out_weight_TK = 0;
   int dtype = 0;     // of y_PH: out_dtype, or FP32
-  int out_dtype = 0; // of out_TH, and of rows that travel unquantised
+  int out_dtype = 0; // of out_TH, and of rows that travel unquantized
 };
 
 // The arguments of both dispatch and combine at low latency. Each of the two is one kernel, and no size depends on the
@@ -178,11 +178,11 @@ enum ScaleKind : int {
 struct LowLatencyDispatch {
   LowLatency common;
   Address x_TH = 0;
-  Address scale_in = 0;           // scales of rows that come quantised, scale_row bytes a row. Otherwise 0
+  Address scale_in = 0;           // scales of rows that come quantized, scale_row bytes a row. Otherwise 0
   Address out_ERH = 0, out_scale = 0, out_count_E = 0;
   int64_t scale_strides[3] = {};  // of out_scale [local_experts, max_tokens * W, scales], in bytes
   int row_bytes = 0;              // of a row as it travels
-  int dtype = 0;                  // of x_TH, if this kernel quantises it
+  int dtype = 0;                  // of x_TH, if this kernel quantizes it
   int block = 0;                  // values that share a scale. 0 if rows travel as they are
   int floor = 0;                  // as Rows::floor
   int scale_row = 0;              // bytes of a row's scales in staging, a multiple of 4
@@ -196,7 +196,7 @@ struct LowLatencyCombine {
   int out_dtype = 0; // of out_TH, and of the rows that travel
 };
 
-// An all-to-all of rows, as bytes. Each rank of the group sends a run of neighbouring rows to every rank. A half has a
+// An all-to-all of rows, as bytes. Each rank of the group sends a run of neighboring rows to every rank. A half has a
 // region of `region` bytes for each rank that sends.
 struct RowExchange {
   Group group;

@@ -118,8 +118,8 @@ struct Plain {
   }
 };
 
-// Sends token t quantised to MXFP8 instead. The scales are written to `words`.
-template <class T, int BLOCK> struct Quantised {
+// Sends token t quantized to MXFP8 instead. The scales are written to `words`.
+template <class T, int BLOCK> struct Quantized {
   template <class View>
   __device__ __forceinline__ void send(const View &v, const LowLatencyDispatch &a, int t, uint32_t ranks,
                                        uint32_t *words) const {
@@ -472,10 +472,10 @@ __global__ void __launch_bounds__(THREADS, 1) low_latency_combine(const __grid_c
 
 template <class Action> int with_row(const LowLatencyDispatch &a, Action action) {
   switch (a.block * 4 + a.dtype) {
-  case 32 * 4 + BF16: return action(Quantised<__nv_bfloat16, 32>());
-  case 32 * 4 + FP16: return action(Quantised<__half, 32>());
-  case 128 * 4 + BF16: return action(Quantised<__nv_bfloat16, 128>());
-  case 128 * 4 + FP16: return action(Quantised<__half, 128>());
+  case 32 * 4 + BF16: return action(Quantized<__nv_bfloat16, 32>());
+  case 32 * 4 + FP16: return action(Quantized<__half, 32>());
+  case 128 * 4 + BF16: return action(Quantized<__nv_bfloat16, 128>());
+  case 128 * 4 + FP16: return action(Quantized<__half, 128>());
   default: return action(Plain());
   }
 }

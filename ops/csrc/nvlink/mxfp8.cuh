@@ -67,7 +67,7 @@ template <class Action> int with_type(int dtype, Action action) {
                          : action(Type<float>());
 }
 
-// N neighbouring values. N * sizeof(T) is a multiple of 16.
+// N neighboring values. N * sizeof(T) is a multiple of 16.
 template <class T, int N> struct Piece {
   static constexpr int LOADS = N * int(sizeof(T)) / 16;
   int4 raw[LOADS];
@@ -118,7 +118,7 @@ template <class T, int N> struct Piece {
 
 constexpr int LANE_VALUES = 16; // values of an MXFP8 row that a lane holds: 16 bytes
 
-// Quantises the 16 values of each lane. The BLOCK / 16 lanes that hold a block share its scale. Returns the scale's
+// Quantizes the 16 values of each lane. The BLOCK / 16 lanes that hold a block share its scale. Returns the scale's
 // E8M0 byte.
 template <int BLOCK>
 __device__ __forceinline__ uint32_t quantize(const float (&v)[LANE_VALUES], bool floor, int4 &data) {

@@ -331,7 +331,7 @@ struct PlacesWork {
         place[i] = e >= 0 && a.place_end_E && own >= at<int>(a.place_end_E)[e] ? -1 : own;
     }
     __syncthreads();
-    // Send each rank the places of the tokens that it gets. Rows that are neighbours here are neighbours there.
+    // Send each rank the places of the tokens that it gets. Rows that are neighbors here are neighbors there.
     for (int i = threadIdx.x; i < W * tokens * K; i += blockDim.x) {
       const int w = i / (tokens * K), j = i - w * tokens * K, t = j / K;
       const int to = slot[t * W + w];

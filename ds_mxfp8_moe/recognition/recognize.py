@@ -10,12 +10,12 @@ from itertools import permutations, product
 import torch
 from torch import nn
 
-from ..compute.formula import DTYPES, PACKED, ExpertFormula, NotRecognised
+from ..compute.formula import DTYPES, PACKED, ExpertFormula, NotRecognized
 from .proof import activations, constants, prove
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-def recognise(experts: Sequence[nn.Module], hidden_size: int,
+def recognize(experts: Sequence[nn.Module], hidden_size: int,
               elsewhere: Mapping[nn.Parameter, str] | None = None) -> ExpertFormula:
     """Decides what the local experts of one layer compute, and proves it on the first of them.
 
@@ -29,14 +29,14 @@ def recognise(experts: Sequence[nn.Module], hidden_size: int,
             of them are refused.
 
     Raises:
-        NotRecognised: they compute something else, or what they compute cannot be shown.
+        NotRecognized: they compute something else, or what they compute cannot be shown.
     """
     _check_alike(experts, elsewhere or {})
     if hidden_size % 32:
-        raise NotRecognised(f"hidden size {hidden_size} is no multiple of 32")
+        raise NotRecognized(f"hidden size {hidden_size} is no multiple of 32")
     layouts = _layouts(experts[0], hidden_size)
     if layouts[0].ffn_size % 32:
-        raise NotRecognised(f"FFN size {layouts[0].ffn_size} is no multiple of 32")
+        raise NotRecognized(f"FFN size {layouts[0].ffn_size} is no multiple of 32")
     numbers = constants(experts[0])
     return prove(experts[0], [layout.with_act(act) for layout in layouts
                               for act in activations(numbers, gated=layout.kind == "gated")])
@@ -61,33 +61,33 @@ def _check_alike(experts: Sequence[nn.Module], elsewhere: Mapping[nn.Parameter, 
     """Refuses experts that differ from each other in structure, have hooks, buffers or a replaced forward method, or
     share parameters."""
     if len(experts) == 0:
-        raise NotRecognised("the layer has no local experts")
+        raise NotRecognized("the layer has no local experts")
     owners = {p: f"{name}, outside of these experts" for p, name in elsewhere.items()}
     for i, expert in enumerate(experts):
         if type(expert) is not type(experts[0]):
-            raise NotRecognised(f"expert {i} is a {type(expert).__name__}, expert 0 a {type(experts[0]).__name__}")
+            raise NotRecognized(f"expert {i} is a {type(expert).__name__}, expert 0 a {type(experts[0]).__name__}")
         for name, module in expert.named_modules():
             if foreign := foreign_code(module):
-                raise NotRecognised(f"expert {i}" + (f", module {name}," if name else "") + f" has {foreign}")
+                raise NotRecognized(f"expert {i}" + (f", module {name}," if name else "") + f" has {foreign}")
         for name, _ in expert.named_buffers():
-            raise NotRecognised(f"expert {i} has a buffer, {name}")
+            raise NotRecognized(f"expert {i} has a buffer, {name}")
         for name, param in expert.named_parameters(remove_duplicate=False):
             where = f"parameter {name} of expert {i}"
             if param in owners:
-                raise NotRecognised(f"{where} is shared with {owners[param]}")
+                raise NotRecognized(f"{where} is shared with {owners[param]}")
             owners[param] = f"{name} of expert {i}"
             if type(param) is not nn.Parameter or type(param.data) is not torch.Tensor:
-                raise NotRecognised(f"{where} is a {type(param).__name__}, not a plain nn.Parameter")
+                raise NotRecognized(f"{where} is a {type(param).__name__}, not a plain nn.Parameter")
             if param.numel() == 0:
-                raise NotRecognised(f"{where} is empty here (partitioned by ZeRO-3?)")
+                raise NotRecognized(f"{where} is empty here (partitioned by ZeRO-3?)")
             if param.dtype not in DTYPES:
-                raise NotRecognised(f"{where} is {param.dtype}; expected bfloat16, float16 or float32")
+                raise NotRecognized(f"{where} is {param.dtype}; expected bfloat16, float16 or float32")
         dtypes = {p.dtype for p in expert.parameters()}
         if len(dtypes) > 1:
-            raise NotRecognised(f"the parameters of expert {i} have different dtypes: "
+            raise NotRecognized(f"the parameters of expert {i} have different dtypes: "
                                 f"{', '.join(sorted(map(str, dtypes)))}")
         if _signature(expert) != _signature(experts[0]):
-            raise NotRecognised(f"expert {i} differs from expert 0 in its modules, or in its parameters' names, "
+            raise NotRecognized(f"expert {i} differs from expert 0 in its modules, or in its parameters' names, "
                                 "shapes, dtypes or devices")
 
 
@@ -109,7 +109,7 @@ def _layouts(expert: nn.Module, hidden_size: int) -> list[ExpertFormula]:
                 found.append(one)
     if not found:
         listed = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items()) or "none"
-        raise NotRecognised(f"the parameters of {type(expert).__name__} ({listed}) fit no recognised formula for "
+        raise NotRecognized(f"the parameters of {type(expert).__name__} ({listed}) fit no recognized formula for "
                             f"hidden size {hidden_size}: 2 or 3 weights [out, in], with or without biases")
     return found
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts by their structure: what is recognised, each reason to refuse, and what a converted layer notices."""
+"""Experts by their structure: what is recognized, each reason to refuse, and what a converted layer notices."""
 
 import copy
 
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_mxfp8_moe import convert
 from ds_mxfp8_moe.compute.formula import Activation, ExpertWeights
-from ds_mxfp8_moe.recognition.recognise import recognise
+from ds_mxfp8_moe.recognition.recognize import recognize
 from tests.support.expert_modules import FFN, Gated, H, Mlp, Packed, local_experts, mlp, refused
 
 
@@ -27,7 +27,7 @@ def nothing(*args):
 @pytest.mark.parametrize("name, act", [("relu", nn.ReLU()), ("relu", nn.ReLU(inplace=True)), ("gelu", nn.GELU()),
                                        ("gelu_tanh", nn.GELU(approximate="tanh")), ("silu", nn.SiLU())])
 def test_mlp(name, act, bias):
-    formula = recognise(local_experts(mlp(act, bias=bias)), H)
+    formula = recognize(local_experts(mlp(act, bias=bias)), H)
     assert (formula.kind, formula.activation, formula.ffn_size, formula.packed) == ("mlp", name, FFN, "none")
     assert (formula.gate, formula.up, formula.down) == (None, "0.weight", "2.weight")
     assert (formula.up_bias, formula.down_bias) == (("0.bias", "2.bias") if bias else (None, None))
@@ -39,14 +39,14 @@ def test_mlp(name, act, bias):
 ])
 def test_activations_written_out_by_hand(name, act):
     compute = lambda m, x: (act(x @ m.up.weight.t() + m.up.bias) @ m.down.weight.t()).add_(m.down.bias)  # noqa: E731
-    assert recognise(local_experts(Mlp(compute).bfloat16()), H).activation == name
+    assert recognize(local_experts(Mlp(compute).bfloat16()), H).activation == name
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("name, act", [("relu", torch.relu), ("gelu", F.gelu), ("silu", nn.SiLU()),
                                        ("gelu_tanh", lambda x: F.gelu(x, approximate="tanh"))])
 def test_gated(name, act, bias):
-    formula = recognise(local_experts(Gated(act=act, bias=bias)), H)
+    formula = recognize(local_experts(Gated(act=act, bias=bias)), H)
     assert (formula.kind, formula.activation, formula.hidden_size, formula.ffn_size) == ("gated", name, H, FFN)
     assert (formula.gate, formula.up, formula.down) == ("c.weight", "b.weight", "a.weight")
     assert (formula.gate_bias, formula.up_bias, formula.down_bias) == (("c.bias", "b.bias", "a.bias") if bias
@@ -67,20 +67,20 @@ class Oai(Gated):
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_swiglu_oai(bias):
-    formula = recognise(local_experts(Oai(bias=bias)), H)
+    formula = recognize(local_experts(Oai(bias=bias)), H)
     assert (formula.kind, formula.activation, formula.gate, formula.up) == ("gated", "swiglu_oai", "c.weight",
                                                                             "b.weight")
 
 
 @pytest.mark.parametrize("constants", [dict(alpha=1.75), dict(limit=10.0), dict(alpha=1.0, limit=2.5)])
 def test_constants_are_attributes_of_the_expert(constants):
-    assert recognise(local_experts(Oai(**constants)), H).act == Activation("swiglu_oai", **{
+    assert recognize(local_experts(Oai(**constants)), H).act == Activation("swiglu_oai", **{
         "alpha": 1.702, "limit": 7.0, **constants})
 
 
 @pytest.mark.parametrize("gate_first", [True, False])
 def test_packed(gate_first):
-    formula = recognise(local_experts(Packed(gate_first)), H)
+    formula = recognize(local_experts(Packed(gate_first)), H)
     assert (formula.kind, formula.activation, formula.ffn_size) == ("gated", "silu", FFN)
     assert formula.packed == ("gate_up" if gate_first else "up_gate")
     assert formula.names() == {"up": "gate_up.weight", "down": "down.weight", "up_bias": "gate_up.bias",
@@ -88,10 +88,10 @@ def test_packed(gate_first):
 
 
 def test_square_weights_need_the_proof_to_tell_roles_apart():
-    formula = recognise(local_experts(Gated(ffn=H)), H)
+    formula = recognize(local_experts(Gated(ffn=H)), H)
     assert (formula.gate, formula.up, formula.down) == ("c.weight", "b.weight", "a.weight")
     backwards = Mlp(lambda m, x: m.up(F.relu(m.down(x))), ffn=H)
-    assert recognise(local_experts(backwards), H).names()["up"] == "down.weight"
+    assert recognize(local_experts(backwards), H).names()["up"] == "down.weight"
 
 
 class TakesDeepSpeedsShape(Mlp):
@@ -116,8 +116,8 @@ def with_one_bias():
     Mlp(lambda m, x: m.down(checkpoint(lambda x: F.relu(m.up(x)), x, use_reentrant=False))),
 ], ids=["F = H / 2", "F = 2 H", "bfloat16", "float16", "one bias", "frozen", "no-ops", "activation in float32",
         "DeepSpeed's shape", "checkpoint"])
-def test_other_experts_that_are_recognised(template):
-    formula = recognise(local_experts(template), H)
+def test_other_experts_that_are_recognized(template):
+    formula = recognize(local_experts(template), H)
     assert set(formula.names().values()) == {name for name, _ in template.named_parameters()}
 
 
@@ -142,12 +142,12 @@ class SubclassedLinear(nn.Linear):
 
 def test_weights_in_plain_parameters_and_in_classes_of_a_user():
     experts = local_experts(Raw())
-    formula = recognise(experts, H)
+    formula = recognize(experts, H)
     assert (formula.kind, formula.activation, formula.packed, formula.ffn_size) == ("gated", "gelu", "gate_up", FFN)
     assert (formula.up, formula.down, formula.up_bias, formula.down_bias) == ("w13", "w2", None, "b2")
     assert ExpertWeights(experts, formula).current()["up"][1] is experts[1].w13
     own = nn.Sequential(SubclassedLinear(H, FFN), nn.ReLU(), nn.Linear(FFN, H))
-    assert recognise(local_experts(own), H).activation == "relu"
+    assert recognize(local_experts(own), H).activation == "relu"
 
 
 # ---- refused ------------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def test_hidden_size_no_multiple_of_32(hidden):
 
 def test_rows_of_gate_and_up_that_take_turns():
     reason = refused(Packed(True, in_turn=True))
-    assert "nearest recognised formula" in reason and "another order of rows" in reason
+    assert "nearest recognized formula" in reason and "another order of rows" in reason
 
 
 def test_no_experts():
@@ -183,14 +183,14 @@ def with_unused_parameter():
 
 
 @pytest.mark.parametrize("make, reason", [
-    (lambda: nn.Identity(), "the parameters of Identity (none) fit no recognised formula"),
-    (lambda: nn.Linear(H, H), f"the parameters of Linear (weight [{H}, {H}], bias [{H}]) fit no recognised formula"),
-    (lambda: nn.Sequential(nn.Linear(H, FFN), nn.Linear(FFN, FFN), nn.Linear(FFN, H)), "fit no recognised formula"),
-    (lambda: Normed(), f"norm.weight [{H}], norm.bias [{H}]) fit no recognised formula"),
+    (lambda: nn.Identity(), "the parameters of Identity (none) fit no recognized formula"),
+    (lambda: nn.Linear(H, H), f"the parameters of Linear (weight [{H}, {H}], bias [{H}]) fit no recognized formula"),
+    (lambda: nn.Sequential(nn.Linear(H, FFN), nn.Linear(FFN, FFN), nn.Linear(FFN, H)), "fit no recognized formula"),
+    (lambda: Normed(), f"norm.weight [{H}], norm.bias [{H}]) fit no recognized formula"),
     (lambda: nn.Sequential(nn.Linear(H, FFN), nn.PReLU(), nn.Linear(FFN, H)), "1.weight [1]"),
     (lambda: nn.Sequential(nn.Linear(H, FFN), nn.BatchNorm1d(FFN), nn.Linear(FFN, H)), "has a buffer"),
     (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(H, FFN)), nn.ReLU(), nn.Linear(FFN, H)),
-     "fit no recognised formula"),
+     "fit no recognized formula"),
     (lambda: mlp().double(), "is torch.float64"),
     (lambda: nn.Sequential(nn.Linear(H, FFN).bfloat16(), nn.ReLU(), nn.Linear(FFN, H)), "different dtypes"),
     (with_unused_parameter, "0.extra [3]"),
