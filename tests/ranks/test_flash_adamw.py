@@ -95,8 +95,10 @@ def four_steps(section: dict | None, stage: int, changes: dict) -> list[float]:
     return train_engine(engine_of(model(), section, stage, **changes), range(4))
 
 
-@pytest.mark.parametrize("stage, changes", [
-    pytest.param(2, MUON, marks=WIDE), pytest.param(1, ON_THE_HOST, marks=WIDE), (3, ON_THE_HOST)], ids=str)
+# DeepSpeed compiles its Adam for the host, and Muon's kernels: a minute each.
+@pytest.mark.wide
+@pytest.mark.slow
+@pytest.mark.parametrize("stage, changes", [(2, MUON), (1, ON_THE_HOST), (3, ON_THE_HOST)], ids=str)
 def test_other_optimizers_train_as_without_expert_parallelism(ranks2, stage, changes):
     for losses, plain in zip(ranks2.run(four_steps, SECTION, stage, changes),
                              ranks2.run(four_steps, None, stage, changes), strict=True):
