@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The package's logger: `logging.getLogger("ds_mxfp8_moe")`.
 
-Its lines go to stdout, unless the program gave this logger handlers before the import. A line's first
-word after "mxfp8_moe:" is its level, ERROR or WARNING. Others have INFO.
+Its lines go to stdout, unless the program gave this logger handlers before the import. A line's first word after
+"mxfp8_moe:" is its level, ERROR or WARNING. Others have INFO.
 """
 
 import logging

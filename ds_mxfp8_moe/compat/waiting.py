@@ -31,11 +31,10 @@ def end_generation_together(engine: DeepSpeedEngine, modules: Iterable[torch.nn.
 
     Args:
         engine: the one whose end undoes this.
-        modules: those whose experts lie on several ranks.
+        modules: those with a `generate` whose experts lie on several ranks.
     """
     for module in modules:
-        if hasattr(type(module), "generate"):
-            wrap(module, "generate", _generate, until=engine)
+        wrap(module, "generate", _generate, until=engine)
 
 
 def _generate(plain: Any, *args, synced_gpus: bool | None = None, **kwargs) -> Any:

@@ -12,7 +12,7 @@ module that was changed, and a second forward before the backward of the first o
 overwrite. Other ranks may do either, since gradients come to ZeRO in the same order.
 
 With "graph_attention": false there are no graphs. Without the key, those of transformers' own attention are made if
-memory allows it. With true, those of every module whose class has a name that ends in Attention.
+memory allows it. With true, every module whose class name ends in Attention gets one.
 """
 
 import weakref

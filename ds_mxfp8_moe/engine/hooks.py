@@ -60,8 +60,8 @@ def hook_engine(engine: MoEEngine, config: MXFP8MoEConfig, converted: int) -> No
         hook_steps(engine)
         spare_the_host(engine)
         clip_by_whole_norm(engine)
-        end_generation_together(engine, [module for module in engine.module.modules() if any(
-            block.ep_size > 1 for _, block in expert_blocks(module))])
+        end_generation_together(engine, [module for module in engine.module.modules() if hasattr(
+            type(module), "generate") and any(block.ep_size > 1 for _, block in expert_blocks(module))])
     batch_gradients(engine, config, converted)
     keep_quantized_weights(engine, config, converted)
     balance_loads(engine)

@@ -308,7 +308,7 @@ class _Alone(Collective):
 
 
 def _run_twice(operation: Callable, *args, **kwargs) -> Any:
-    """The operation's result on the GPU, compared with that of plain torch on the CPU."""
+    """The operation's result on the GPU, compared with plain torch's on the CPU."""
     if not _on_gpu(_tensors((args, kwargs))):
         return operation(*args, **kwargs)
     host_args, host_kwargs = _mapped((args, kwargs), _on_host)  # before the operation, which may change its arguments

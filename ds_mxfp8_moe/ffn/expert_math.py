@@ -46,7 +46,7 @@ class Projection(NamedTuple):
     sums: tuple[Sum | None, ...] = ()
 
     def bias_EN(self) -> torch.Tensor | None:
-        """The bias of the GEMM's result. None: it has none."""
+        """The bias of the GEMM's result, under autograd if it is on. None: it has none."""
         stacks = [bias if bias is None or isinstance(bias, torch.Tensor) else torch.stack(bias)
                   for bias in self.biases]
         known = next((bias_EN for bias_EN in stacks if bias_EN is not None), None)

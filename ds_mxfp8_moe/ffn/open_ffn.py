@@ -87,7 +87,7 @@ class OpenFFN(ExpertFFN):
         x_PH, weight_P1, padding_P1 = _Dispatch.apply(planned, x_TH, weight_TK)
         pre_PG = multiply(x_PH, "up")
         del x_PH
-        if (bias_EG := _joined_biases(weights, "up")) is not None:
+        if (bias_EG := by_name["up"].bias_EN()) is not None:
             pre_PG = (pre_PG + _BiasRows.apply(planned, bias_EG)).to(dtype)
         if formula.in_turn:
             pre_PG = torch.stack(pre_PG.chunk(2, dim=1), dim=2).flatten(1)
@@ -96,19 +96,12 @@ class OpenFFN(ExpertFFN):
         weight_first = formula.after is None
         y_PH = multiply(h_PF * weight_P1 if weight_first else h_PF, "down")
         del h_PF
-        if (bias_EH := _joined_biases(weights, "down")) is not None:
+        if (bias_EH := by_name["down"].bias_EN()) is not None:
             bias_PH = _BiasRows.apply(planned, bias_EH)
             y_PH = y_PH + bias_PH * weight_P1 if weight_first else (y_PH + bias_PH).to(dtype)
         if not weight_first:
             y_PH = call_model(formula.after, y_PH) * weight_P1
         return _Combine.apply(planned, y_PH)
-
-
-def _joined_biases(weights: dict, name: str) -> torch.Tensor | None:
-    """The bias [E, N] of a GEMM's result, with its gradient. None: it has none."""
-    biases = [weights[f"{role}_bias"] for role in ROLES_OF[name] if weights.get(f"{role}_bias") is not None]
-    stacks = [bias if isinstance(bias, torch.Tensor) else torch.stack(tuple(bias)) for bias in biases]
-    return torch.cat(stacks, dim=1) if stacks else None
 
 
 class _Planned(NamedTuple):
