@@ -37,9 +37,8 @@ FAST = ROOT / "examples" / "guides" / "fast_training.md"
 MEMORY = ROOT / "examples" / "guides" / "memory.md"
 OF_80_GB = "whole_model_80gb"  # the result file of whole_model.py's cases "memory"
 GAIN = results_file.RESULTS / "gain.png"
-BENCHMARKS = ("training.whole_model", "training.train", "training.convergence",
-              "training.frozen_quality", "training.replay_cost", "training.export", "training.from_files",
-              "exchange.moe_layer", "exchange.dispatch_combine", "exchange.latency",
+BENCHMARKS = ("training.whole_model", "training.train", "training.convergence", "training.frozen_quality",
+              "training.from_files", "exchange.moe_layer", "exchange.dispatch_combine", "exchange.latency",
               "exchange.two_hops", "kernels.expert_ffn", "kernels.host", "kernels.grouped_gemm", "kernels.quantize")
 Found = list[tuple[Path, dict]]
 

@@ -40,7 +40,7 @@ from tests.support.benchmark_runs import run_script
 from tests.support.launched_model import MODEL
 from tests.support.rank_pool import free_port
 from tests.support.slow import slow_except
-from training import changes, convergence, convergence_results, front_page, replay_cost, train, whole_model
+from training import changes, convergence, convergence_results, front_page, train, whole_model
 from training.convergence import BF16, NUDGED, OWN, RECIPES, YARDSTICK, Run
 from training.train import AUTOEP, CLASSIC, HP, MXFP8, OURS_BF16
 
@@ -495,12 +495,10 @@ SCRIPTS = {
     "training.whole_model": (run_script, 1, (*BRIEF, "--training", "full", "--contenders", whole_model.PLAIN,
                                              whole_model.DEFAULT), dict(WARM_UP=1, LEAST=1, MOST=1),
                              {whole_model.PLAIN, whole_model.DEFAULT}),
-    "training.replay_cost": (run_script, 1, ("--rounds", "1"), dict(STEPS=1), {*replay_cost.CONTENDERS}),
     "training.frozen_quality": (run_script, 1, ("--base", "base", "--base_steps", "2", "--steps", "2", "--seeds", "1"),
                                 dict(HELDOUT_WINDOWS=8), set()),
     "training.convergence": (study, 2, (), {}, {BF16, "default_128"}),
     "training.convergence, own": (own_study, 2, (), {}, {BF16, OWN, YARDSTICK}),
-    "training.export": (run_script, 2, ("--layers", "1", "--repeats", "1"), {}, set()),
     "training.from_files": (run_script, 1, (*BRIEF, "--folders", "."), {}, set()),
 }
 
