@@ -82,7 +82,6 @@ setup(
         "pyyaml",
     ],
     extras_require={"mpi": MPI, "memory": MEMORY, "examples": EXAMPLES, "docs": DOCS, "test": TEST},
-    entry_points={"console_scripts": ["ds_mxfp8_report = ds_mxfp8_moe.report:main",
-                                      "ds_mxfp8_plot_metrics = ds_mxfp8_moe.plot_metrics:main"],
+    entry_points={"console_scripts": ["ds_mxfp8_report = ds_mxfp8_moe.report:main"],
                   "torch.backends": ["ds_mxfp8_moe = ds_mxfp8_moe_hook:arm"]},
 )

@@ -22,8 +22,8 @@ from ds_mxfp8_moe.layers.experts import converted_layers
 from ds_mxfp8_moe.layers.frozen_experts import frozen_layers, frozen_of
 from ds_mxfp8_moe.ops.op_builder import replay
 from ds_mxfp8_moe.ops.triton_kernels import recording
-from tests.support.adapted_models import adapted, build, switched
-from tests.support.autoep_models import autoep_layers, batch, ds_config, engine, model, train_engine
+from tests.support.adapted_models import adapted, build
+from tests.support.autoep_models import autoep_layers, ds_config, engine, model, train_engine
 from tests.support.frozen_experts_cases import calls
 from tests.support.pretrained_models import held_out_logits, held_out_loss, loaded
 from tests.support.slow import WIDE, slow_except
@@ -346,20 +346,3 @@ def test_a_whole_model_is_saved_from_dequantized_experts(ranks2, tmp_path, stage
     before = next(p for key, p in model(family).named_parameters() if key.endswith("experts.down_proj"))
     if family != "gpt_oss":  # whose weights lie the other way round
         assert torch.equal(stored, mx.quantize_tiles(before).dequantize())
-
-
-def switched_and_generated():
-    """Held-out losses with each of two adapters, with both and with none; and what generate writes."""
-    results = []
-    for section in (KEEP, SECTION):
-        net = adapted(dtype=torch.bfloat16)
-        losses = switched(net, lambda net, section=section: build(net, section, **BF16))
-        ids = batch(0, 0, 1, 4)
-        results.append((losses, net.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=4,
-                                             do_sample=False).tolist()))
-    return results
-
-
-def test_adapters_are_switched_and_text_is_generated(ranks2):
-    for kept, held in ranks2.run(switched_and_generated):
-        assert held == kept and len(set(held[0])) == 4

@@ -16,9 +16,8 @@ from ds_mxfp8_moe.transport import RowFormat, deadline
 from ds_mxfp8_moe.transport.deadline import PeerError
 from ds_mxfp8_moe.transport.hierarchical import Hierarchical
 from ds_mxfp8_moe.transport.hops import Hops
-from ds_mxfp8_moe.transport.wires import HostWire, PeerWire, RowWire
+from ds_mxfp8_moe.transport.wires import HostWire
 from tests.support.deadline_cases import CONFUSIONS, confused
-from tests.support.peer_wires import peer_hops
 from tests.support.rank_pool import RankFailure, set_timeout
 from tests.support.slow import slow_except
 
@@ -31,7 +30,7 @@ class Gone(Exception):
     pass
 
 
-class Leaving(RowWire):
+class Leaving(HostWire):
     """At the exchange named `at`, this rank goes away: it dies, or does something else."""
 
     at, dies = "", False
@@ -44,17 +43,6 @@ class Leaving(RowWire):
         return super().exchange(x, send_splits, recv_splits, where, *keys)
 
 
-class HostLeaving(Leaving, HostWire):
-    pass
-
-
-class PeerLeaving(Leaving, PeerWire):
-    pass
-
-
-DEADLINES = {HostLeaving: DEADLINE, PeerLeaving: timedelta(seconds=4)}  # kernels wait for nine sixteenths
-
-
 def exchange_twice(exchange: Hierarchical) -> None:
     for _ in range(2):
         plan = exchange.plan(torch.arange(24).view(6, 4) % 8, 2)
@@ -62,20 +50,18 @@ def exchange_twice(exchange: Hierarchical) -> None:
         exchange.combine(plan, x_PH.dequantize(), MX, torch.float32, phase="combine of the gradient")
 
 
-def leaving_hops(group, kind: type[Leaving]) -> Hops:
-    if kind is PeerLeaving:
-        return peer_hops(group, 2, kind)
+def leaving_hops(group, kind: type[HostWire]) -> Hops:
     hops = Hops.of(group, 2)
     return Hops.over(group, hops.node_of, 2, *(kind(group, wire.ranks, hops.node_of)
                                                for wire in (hops.between, hops.inside)))
 
 
-def leave(rank: int, at: str, dies: bool, kind: type[Leaving] = HostLeaving) -> tuple | None:
+def leave(rank: int, at: str, dies: bool) -> tuple | None:
     """What this rank raises when `rank` goes away: the ranks it names, its text, and after how long."""
-    set_timeout(DEADLINES[kind])
+    set_timeout(DEADLINE)
     # What a test before this one raised inside a layer, which the others would quote.
     c10d._get_default_store().delete_key(deadline._raised_key(dist.get_rank()))
-    hops = leaving_hops(dist.new_group([0, 1, 2, 3]), kind)
+    hops = leaving_hops(dist.new_group([0, 1, 2, 3]), Leaving)
     if dist.get_rank() == rank:
         for wire in (hops.between, hops.inside):
             wire.at, wire.dies = at, dies
@@ -105,25 +91,13 @@ PLACES = [("counts", BETWEEN), ("dispatch", BETWEEN), ("dispatch", INSIDE), ("co
     [(3 * (i % 2), *at) for i, at in enumerate(PLACES, 1)],
     (3, "dispatch", INSIDE)))
 def test_a_rank_that_stalls_in_a_hop_is_named_by_all_others(ranks4, gone, phase, hop):
-    check_named(ranks4.run(leave, gone, place(phase, hop), False), gone, phase, hop, DEADLINE)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("gone, phase, hop", [(0, "counts", BETWEEN), (3, "dispatch", INSIDE),
-                                              (3, "combine of the gradient", BETWEEN)])
-def test_a_rank_that_stalls_over_peer_memory_is_named_by_all_others(ranks4, gone, phase, hop):
-    answers = ranks4.run(leave, gone, place(phase, hop), False, PeerLeaving)
-    check_named(answers, gone, phase, hop, DEADLINES[PeerLeaving])
-
-
-def check_named(answers: list, gone: int, phase: str, hop: str, within: timedelta) -> None:
+    answers = ranks4.run(leave, gone, place(phase, hop), False)
     assert answers[gone] is None
     for rank, answer in enumerate(answers):
         if rank != gone:
             missing, text, seconds = answer
             assert missing == (gone, ), text
-            assert seconds < within.total_seconds() + GRACE + SPARE
+            assert seconds < DEADLINE.total_seconds() + GRACE + SPARE
             assert text.startswith(f"rank {rank} of node {rank // 2} waited for rank {gone} of node {gone // 2} in '")
             assert f"rank {gone} of node {gone // 2} did not come; it hangs elsewhere" in text
             assert " of block.3.moe, hop " in text

@@ -2,7 +2,6 @@
 """The drop-in against plain DeepSpeed: same gate to the bit, same results to the recipe's noise, odd use."""
 
 import copy
-from functools import partial
 from unittest import mock
 
 import deepspeed.comm as dist
@@ -14,7 +13,6 @@ from torch import nn
 import ds_mxfp8_moe
 from ds_mxfp8_moe.compute.mx import sqnr_db
 from ds_mxfp8_moe.transport.deadline import PeerError
-from tests.support.expert_modules import Packed
 from tests.support.models import EXPERTS, HIDDEN, SwiGLU, moe_layer
 
 
@@ -159,18 +157,6 @@ def eval_mode():
 
 def test_eval_capacity_and_no_grad(ranks2):
     ranks2.run(eval_mode)
-
-
-def packed(dtype, section, least):
-    plain = make(partial(Packed, gate_first=False), dtype=dtype, k=2)
-    ours = converted(plain, **section)
-    assert ours.moe.deepspeed_moe.mxfp8_settings.formula.packed == "up_gate"
-    close(step(plain, tokens(dtype)), step(ours, tokens(dtype)), least)
-
-
-def test_packed_experts_with_biases(ranks2):
-    ranks2.run(packed, torch.float32, {"recipe": "bf16"}, 100)
-    ranks2.run(packed, torch.bfloat16, {"recipe": "mxfp8"}, 17)
 
 
 def autocast_layer():

@@ -215,12 +215,6 @@ def test_calls_share_quantized_weights(monkeypatch):
     assert not steps
 
 
-def test_few_tokens_run_unquantized(ranks2):
-    formula_, _, x, _, routes, weights = alone(tokens=(50, ))
-    few, many = (OpenFFN(formula_, RECIPES["hp-32"], Local(), 8, fewest)(x, routes, weights) for fewest in (13, 12))
-    assert torch.equal(few, OpenFFN(formula_, BF16, Local(), 8)(x, routes, weights)) and not torch.equal(few, many)
-
-
 def test_a_second_derivative_is_refused():
     formula_, _, x, _, routes, weights = alone()
     y = OpenFFN(formula_, BF16, Local(), 8, name="layer 3")(x, routes, weights)

@@ -15,7 +15,7 @@ from tests.support import emulator
 FIRST_EPOCH = 0xFFFFFFF0  # wraps within the first cases
 
 
-def peer_hops(group: Any, node_size: int, kind: type[PeerWire] = PeerWire) -> Hops:
+def peer_hops(group: Any, node_size: int) -> Hops:
     """The group's hops, each over peer memory on one or two multiprocessors. Collective."""
     host, module = Hops.of(group, node_size), emulator.load(dist.get_rank())
 
@@ -23,6 +23,6 @@ def peer_hops(group: Any, node_size: int, kind: type[PeerWire] = PeerWire) -> Ho
         if len(ranks) == 1:
             return Alone(ranks)
         with mock.patch.object(peer_memory, "FIRST_BYTES", 1 << 20):  # so that it grows
-            return kind(PeerMemory(group, module, FIRST_EPOCH, emulator.Shared, ranks, host.node_of), sms)
+            return PeerWire(PeerMemory(group, module, FIRST_EPOCH, emulator.Shared, ranks, host.node_of), sms)
 
     return Hops.over(group, host.node_of, node_size, wire(host.between.ranks, 1), wire(host.inside.ranks, 2))

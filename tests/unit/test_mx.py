@@ -53,33 +53,20 @@ TABLE = [
     ("448", ALL, [448.0, -448.0, 1.0], (127, [0x7E, 0xFE, 0x38]), (127, [0x7E, 0xFE, 0x38])),
     # 449 needs m = 1.7539 > 1.75: rceil doubles, 224.5 rounds to 224 = 1.75 * 2^7 = 0x76; floor saturates at 448.
     ("449", (F32, ), [449.0, 1.0], (128, [0x76, 0x30]), (127, [0x7E, 0x38])),
-    # The float32 after 448: already doubled. 224.00001 is 0x76.
-    ("next after 448", (F32, ), [448.00003051757812], (128, [0x76]), (127, [0x7E])),
     # 480 = 1.875 * 2^8, which e4m3 would hold but for NaN: rceil doubles, 240 = 1.875 * 2^7 = 0x77; floor saturates.
     ("480", ALL, [480.0, -3.0], (128, [0x77, 0xBC]), (127, [0x7E, 0xC4])),
     # A power of two is always 256 times its scale: 2^0 has byte 127 - 8 = 119.
     ("1", ALL, [1.0, -1.0], (119, [0x78, 0xF8]), (119, [0x78, 0xF8])),
     ("2^127", (F32, BF16), [2.0**127], (246, [0x78]), (246, [0x78])),
-    ("2^-119", (F32, BF16), [2.0**-119], (0, [0x78]), (0, [0x78])),
-    # One less and the scale would be 2^-128, which E8M0 has not: it stays 2^-127, data 2^-120 * 2^127 = 128 = 0x70.
-    ("2^-120", (F32, BF16), [2.0**-120], (0, [0x70]), (0, [0x70])),
-    # 1.75 * 2^-119 is 448 * 2^-127; a little more doubles the scale under rceil and saturates under floor.
-    ("1.75 * 2^-119", (F32, BF16), [1.75 * 2.0**-119], (0, [0x7E]), (0, [0x7E])),
-    ("1.875 * 2^-119", (F32, BF16), [1.875 * 2.0**-119], (1, [0x77]), (0, [0x7E])),
     # 1.875 * 2^-120 = 240 * 2^-127 fits byte 0: rceil's doubling of 2^-128.
     ("1.875 * 2^-120", (F32, BF16), [1.875 * 2.0**-120], (0, [0x77]), (0, [0x77])),
-    # The smallest normal 2^-126 is 2 * 2^-127; subnormals of float32 below it.
-    ("2^-126", (F32, BF16), [2.0**-126], (0, [0x40]), (0, [0x40])),
+    # Subnormals of float32.
     ("2^-127", (F32, BF16), [2.0**-127, -2.0**-127], (0, [0x38, 0xB8]), (0, [0x38, 0xB8])),
-    # 2^-133, bfloat16's smallest subnormal, is 2^-6 * 2^-127: e4m3's smallest normal.
-    ("2^-133", (F32, BF16), [2.0**-133], (0, [0x08]), (0, [0x08])),
     # 2^-136 is e4m3's smallest subnormal, 2^-137 half of it: a tie with 0, which is even. 1.5 * 2^-137 rounds up.
     ("tiny", (F32, ), [2.0**-136, 2.0**-137, 1.5 * 2.0**-137, -2.0**-137, 2.0**-149],
      (0, [0x01, 0x00, 0x01, 0x80, 0x00]), (0, [0x01, 0x00, 0x01, 0x80, 0x00])),
-    # The largest of each dtype is just below 2^(k+1): rceil rounds it up to 256 scales, floor saturates.
+    # The largest is just below 2^128: rceil rounds it up to 256 scales, floor saturates.
     ("max float32", (F32, ), [torch.finfo(F32).max], (247, [0x78]), (246, [0x7E])),
-    ("max bfloat16", (F32, BF16), [torch.finfo(BF16).max], (247, [0x78]), (246, [0x7E])),
-    ("max float16", (F32, F16), [torch.finfo(F16).max], (135, [0x78]), (134, [0x7E])),
     # Ties, with 448 to hold the scale at 2^0. Steps are 2 in 16..32: 17 lies between 16 (mantissa 0, even) and 18,
     # 19 between 18 (1) and 20 (2, even). 15.5 between 15 (7) and 16 (0 of the next exponent, even). 432 between 416
     # (5) and 448 (6, even).
@@ -154,22 +141,6 @@ def test_random_bits_against_the_oracle(block, dtype, mode):
     expected = oracle.cast(x, block, mode)
     assert torch.equal(scale_bytes(mx), expected.scale) and torch.equal(data_bytes(mx), expected.data)
     assert mx.dtype == dtype and torch.equal(mx.dequantize(F32).double(), oracle.values(expected, block))
-
-
-@pytest.mark.parametrize("shape", ((160, 288), (2, 2, 32, 64)))
-def test_one_rounding_of_tiles_serves_the_transpose(shape):
-    w = torch.randn(shape)
-    a, b = quantize_tiles(w), quantize_tiles(w.transpose(-1, -2))
-    assert torch.equal(data_bytes(a), data_bytes(b).transpose(-1, -2))
-    assert torch.equal(scale_bytes(a), scale_bytes(b).transpose(-1, -2))
-    assert torch.equal(a.dequantize(), b.dequantize().transpose(-1, -2))
-
-
-def test_nan_fills_its_tile_alone():
-    w = torch.ones(256, 256)
-    w[200, 10] = NAN
-    values = quantize_tiles(w).dequantize()
-    assert values[128:, :128].isnan().all() and values[:128].isfinite().all() and values[:, 128:].isfinite().all()
 
 
 def test_dequantized_values_are_exact_in_bfloat16():
