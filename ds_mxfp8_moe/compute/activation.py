@@ -14,7 +14,6 @@ import torch
 from ..ops.device import runs_triton
 from .formula import Activation
 from .mx import MXTensor, parts_of, quantize
-from .operations import operation
 
 
 def _silu_slope(x, alpha=1.0):
@@ -92,7 +91,6 @@ def _up_slope(value_PF: torch.Tensor, up_PF: torch.Tensor, act: Activation) -> t
     return value_PF if act.limit is None else torch.where(up_PF.abs() > act.limit, 0.0, value_PF)
 
 
-@operation
 def activate(pre_PG: torch.Tensor, weight_P: torch.Tensor, activation: str, layout: str, block_size: int,
              scaling_mode: str, *, quantized: bool, keep: bool, alpha: float | None = None,
              limit: float | None = None, bias_EG: torch.Tensor | None = None, ends_E: torch.Tensor | None = None
@@ -134,7 +132,6 @@ def _with_bias(pre_PG, bias_EG, ends_E) -> torch.Tensor:
     return (pre_PG + bias_rows(bias_EG, ends_E, pre_PG.shape[0])).to(pre_PG.dtype)
 
 
-@operation
 def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor, weight_P: torch.Tensor, activation: str, layout: str,
                       block_size: int, scaling_mode: str, *, plain: bool = False, rows: bool = False,
                       columns: bool = False, alpha: float | None = None, limit: float | None = None,
@@ -170,7 +167,6 @@ def activate_backward(t_PF: torch.Tensor, kept: torch.Tensor, weight_P: torch.Te
     return Gradients(dweight_P, dpre.to(t_PF.dtype) if plain else None, *forms)
 
 
-@operation
 def group_sums(x_PN: torch.Tensor, ends_E: torch.Tensor, weight_P: torch.Tensor | None = None) -> torch.Tensor:
     """Sums the rows of each group, times weight_P if given: [E, N] float32. The order of additions is fixed.
 
@@ -184,7 +180,6 @@ def group_sums(x_PN: torch.Tensor, ends_E: torch.Tensor, weight_P: torch.Tensor 
     return torch.stack([x_PN[start:end].sum(0) for start, end in zip(starts, starts[1:], strict=False)])
 
 
-@operation
 def add_weighted_bias(y_PN: torch.Tensor, bias_EN: torch.Tensor, weight_P: torch.Tensor, ends_E: torch.Tensor
                       ) -> torch.Tensor:
     """y + weight * bias of each row's expert, in float32."""

@@ -16,7 +16,6 @@ import torch
 from ..ops.device import runs_triton
 from . import mx
 from .mx import TILE, MXTensor
-from .operations import operation
 
 Stack: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 
@@ -26,7 +25,6 @@ def _kernels() -> ModuleType:
     return kernels
 
 
-@operation
 def quantize(x: torch.Tensor, block_size: int, scaling_mode: str, scale_k_major: bool = False) -> MXTensor:
     """mx.quantize of x [..., K]. `scale_k_major` stores the scales of a 2-D x as [K / block, R], as GEMMs read."""
     mx.check_quantizable(x, block_size, scaling_mode)
@@ -35,7 +33,6 @@ def quantize(x: torch.Tensor, block_size: int, scaling_mode: str, scale_k_major:
     return MXTensor.of(_kernels().quantize_rows(x.detach(), block_size, scaling_mode, scale_k_major), x.dtype)
 
 
-@operation
 def quantize_columns(x_PN: torch.Tensor, block_size: int, scaling_mode: str) -> MXTensor:
     """mx.quantize(x^T): [N, P], blocks along the rows of x. P must be a multiple of 32."""
     mx.check_quantizable(x_PN.t(), block_size, scaling_mode)
@@ -44,7 +41,6 @@ def quantize_columns(x_PN: torch.Tensor, block_size: int, scaling_mode: str) -> 
     return MXTensor.of(_kernels().quantize_columns(x_PN.detach(), block_size, scaling_mode), x_PN.dtype)
 
 
-@operation
 def quantize_both(x_PN: torch.Tensor, block_size: int, scaling_mode: str) -> tuple[MXTensor, MXTensor]:
     """`quantize` and `quantize_columns` out of one read."""
     if not runs_triton(x_PN):
@@ -54,7 +50,6 @@ def quantize_both(x_PN: torch.Tensor, block_size: int, scaling_mode: str) -> tup
     return MXTensor.of(rows, x_PN.dtype), MXTensor.of(columns, x_PN.dtype)
 
 
-@operation
 def rescale_columns(mx_PN: MXTensor, scaling_mode: str) -> MXTensor:
     """mx.transpose_rescale: the column form [N, P] of rows [P, N], in blocks of the same size."""
     if not runs_triton(mx_PN):
@@ -62,7 +57,6 @@ def rescale_columns(mx_PN: MXTensor, scaling_mode: str) -> MXTensor:
     return MXTensor.of(_kernels().rescale_transposed(mx_PN.parts, scaling_mode), mx_PN.orig_dtype)
 
 
-@operation
 def dequantize(x: MXTensor, dtype: torch.dtype) -> torch.Tensor:
     """mx.dequantize."""
     if not runs_triton(x) or x.dim() not in (2, 3):
@@ -70,7 +64,6 @@ def dequantize(x: MXTensor, dtype: torch.dtype) -> torch.Tensor:
     return _kernels().dequantize(x.parts, dtype)
 
 
-@operation
 def quantize_weights(stacks: Sequence[Stack], block_size: int, scaling_mode: str,
                      transposed: bool = False) -> MXTensor:
     """Experts' weights as a GEMM's right operand, [E, N, K], contraction along K.
@@ -92,7 +85,6 @@ def quantize_weights(stacks: Sequence[Stack], block_size: int, scaling_mode: str
     return mx.transpose_tiles(tiles) if transposed else tiles
 
 
-@operation
 def transpose_tiles(w_ENK: MXTensor) -> MXTensor:
     """mx.transpose_tiles of experts' weights, whose parts are contiguous."""
     if not runs_triton(w_ENK) or w_ENK.shape[1] % 32:

@@ -23,7 +23,6 @@ from ..ops.device import capability, runs_triton
 from . import casts
 from .casts import Stack
 from .mx import TILE, MXTensor, parts_of
-from .operations import operation
 from .sums import Sum, goal_of
 
 HOPPER = (9, 0)
@@ -51,7 +50,6 @@ def emulated(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype == torch.float16 or not mkldnn or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-@operation
 def grouped_mm(a_PK: torch.Tensor, b_ENK: torch.Tensor, ends_E: torch.Tensor, out_dtype: torch.dtype | None = None,
                aligned: bool = True) -> torch.Tensor:
     """Multiplies the rows of group e with b_ENK[e]^T: [P, N] in `out_dtype` (default: the dtype that a_PK shows).
@@ -82,7 +80,6 @@ def grouped_mm(a_PK: torch.Tensor, b_ENK: torch.Tensor, ends_E: torch.Tensor, ou
     return out.masked_fill_(beyond.unsqueeze(-1), 0).to(out_dtype)
 
 
-@operation
 def grouped_mm_weights(a_PK: torch.Tensor, stacks: Sequence[Stack], ends_E: torch.Tensor,
                        transposed: bool = False) -> torch.Tensor:
     """`grouped_mm` of plain rows, in a's dtype, with experts' weights in high precision.
@@ -126,7 +123,6 @@ def grouped_mm_wgrad(g: torch.Tensor, a: torch.Tensor, ends_E: torch.Tensor, out
     return out.masked_fill_(empty.view(-1, 1, 1), 0).to(out_dtype)
 
 
-@operation
 def grouped_mm_wgrad_rows(g: torch.Tensor, a_PK: torch.Tensor, ends_E: torch.Tensor,
                           out_dtype: torch.dtype | None = None, scaling_mode: str | None = None,
                           g_columns: bool = False, splits: int = 1,

@@ -17,10 +17,8 @@ from ..ops.device import runs_triton
 from .activation import bias_rows
 from .grouped_gemm import grouped_mm, grouped_mm_wgrad, plain
 from .mx import parts_of
-from .operations import operation
 
 
-@operation
 def low_rank_rows(x_PW: torch.Tensor, factor_ERW: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """x factor[e]^T of the rows of each expert e: [P, R] in the factor's dtype.
 
@@ -31,7 +29,6 @@ def low_rank_rows(x_PW: torch.Tensor, factor_ERW: torch.Tensor, ends_E: torch.Te
     return grouped_mm(plain(x_PW), factor_ERW, ends_E, factor_ERW.dtype, aligned=False)
 
 
-@operation
 def add_low_rank(y_PW: torch.Tensor, low_PR: torch.Tensor, factor_ERW: torch.Tensor,
                  ends_E: torch.Tensor) -> torch.Tensor:
     """Adds low factor[e] to the rows of each expert e, in place, and returns y."""
@@ -41,7 +38,6 @@ def add_low_rank(y_PW: torch.Tensor, low_PR: torch.Tensor, factor_ERW: torch.Ten
     return y_PW.add_(grouped_mm(low_PR, factor_ERW.transpose(1, 2), ends_E, y_PW.dtype, aligned=False))
 
 
-@operation
 def low_rank_wgrad(low_PR: torch.Tensor, x_PW: torch.Tensor, factor_ERW: torch.Tensor,
                    ends_E: torch.Tensor) -> torch.Tensor:
     """low^T x over the rows of each expert: the gradient of the factor, [E, R, W], in its dtype and laid out as it."""
@@ -52,7 +48,6 @@ def low_rank_wgrad(low_PR: torch.Tensor, x_PW: torch.Tensor, factor_ERW: torch.T
     return grouped_mm_wgrad(plain(x_PW), low_PR, ends_E, factor_ERW.dtype, aligned=False).transpose(1, 2)
 
 
-@operation
 def weighted_bias_backward(g_PN: torch.Tensor, bias_EN: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """The gradient of the weights in `activation.add_weighted_bias`: <g, bias> of each row, [P] float32.
 

@@ -2,11 +2,12 @@
 """A check at first use: every Triton kernel that an engine's layers will launch runs once on a small case.
 
 Compilers have bugs, and a new release, chip or driver may bring one that makes gradients wrong without an error. So
-the first engine on a chip with these releases runs a small expert FFN, forward and backward. Each operation of it runs
-twice: on the GPU by its kernels, and on the CPU in plain torch, from the same inputs. If one of them raises an error,
-or differs from plain torch, the layers that need it run without MXFP8, and if that fails as well, on DeepSpeed's path.
-The verdict is remembered in a file beside Triton's cache: later engines on the same chip, with the same releases and
-the same kernels, read it in a millisecond. The key "self_check" switches all of this off.
+the first engine on a chip with these releases runs a small expert FFN, forward and backward. Each step of it, which is
+a method of ExpertMath or of the transport, runs twice: on the GPU by its kernels, and on the CPU in plain torch, from
+the same inputs. If one of them raises an error, or differs from plain torch, the layers that need it run without
+MXFP8, and if that fails as well, on DeepSpeed's path. The verdict is remembered in a file beside Triton's cache: later
+engines on the same chip, with the same releases and the same kernels, read it in a millisecond. The key "self_check"
+switches all of this off.
 
 CUDA's kernels of the transport nvlink, which nvcc compiles, are not part of it.
 """
@@ -16,8 +17,9 @@ import json
 import re
 import tempfile
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import partial, partialmethod
+from inspect import isfunction
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any, Literal, NamedTuple
@@ -30,14 +32,14 @@ from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map
 
 from ..compute.formula import Activation, ExpertFormula, LowRank
-from ..compute.mx import MXTensor
-from ..compute.operations import watched
+from ..compute.grouped_gemm import plain
+from ..compute.mx import sqnr_db
 from ..compute.recorded import from_python
 from ..compute.routing import Routes
 from ..compute.sums import Sum
 from ..config import Recipe
 from ..ffn.expert_ffn import ExpertFFN
-from ..ffn.expert_math import unquantized
+from ..ffn.expert_math import ExpertMath, unquantized
 from ..ffn.frozen_weights import FrozenWeights
 from ..layers.classic import MXFP8MOELayer
 from ..layers.experts import MXFP8Experts
@@ -220,24 +222,23 @@ def _run_kernels(kind: Kind, device: torch.device) -> None:
     with torch.random.fork_rng(devices), torch.enable_grad(), torch.autocast(device.type, enabled=False):
         torch.manual_seed(20)
         with from_python():
-            with watched(_run_twice):
-                known = _run_ffn(kind, device, _running_twice(_Alone(), "dispatch", "combine") if kind.exchanges else
-                                 _running_twice(Local(), "plan", "dispatch", "combine"))
-            transport: Transport = _Alone() if kind.exchanges else Local()
+            transport: Local | _Alone = _Alone() if kind.exchanges else Local()
+            methods = ("dispatch", "combine") if kind.exchanges else ("plan", "dispatch", "combine")
+            known = _run_ffn(kind, device, _running_twice(replace(transport), *methods), _CheckedFFN)
             if kind.stacked:
                 summed = _run_ffn(kind, device, transport, summed=True)
                 _compare("gradients that are added to sums", summed, known, float("inf"))  # the same bits
             # A token's result is that of its first copy. A weight's gradient is the sum over all copies, where other
             # rows share a scale if it is MXFP8.
             many = [x[:len(like)] if len(x) == WIDE_COPIES * len(like) else x / WIDE_COPIES
-                    for x, like in zip(_run_ffn(kind, device, transport, WIDE_COPIES), known, strict=True)]
+                    for x, like in zip(_run_ffn(kind, device, transport, copies=WIDE_COPIES), known, strict=True)]
             _compare("many rows", many, known, 20.0)
         for name in ("recorded launches", "replayed launches"):
             _compare(name, _run_ffn(kind, device, transport), known, float("inf"))
 
 
-def _run_ffn(kind: Kind, device: torch.device, transport: Transport, copies: int = 1,
-             summed: bool = False) -> list[torch.Tensor]:
+def _run_ffn(kind: Kind, device: torch.device, transport: Transport, ffn_class: type[ExpertFFN] = ExpertFFN,
+             copies: int = 1, summed: bool = False) -> list[torch.Tensor]:
     """The output and all gradients for `copies` of the same tokens, with the same weights in every call.
 
     Expert 1 gets no token, and the others different numbers of them. `summed`: doubles of the weights' gradients are
@@ -251,7 +252,8 @@ def _run_ffn(kind: Kind, device: torch.device, transport: Transport, copies: int
         return leaves[-1]
 
     def randn(*shape: int) -> torch.Tensor:
-        return (shape[-1]**-0.5 * torch.randn(*shape)).to(device, kind.dtype)
+        size = 1 if len(shape) == 2 else shape[-1]**-0.5  # biases are as large as rows
+        return (size * torch.randn(*shape)).to(device, kind.dtype)
 
     def tokens(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         return x.to(device, dtype).repeat(copies, 1)
@@ -278,7 +280,7 @@ def _run_ffn(kind: Kind, device: torch.device, transport: Transport, copies: int
     flat = torch.zeros(sum(w.numel() for w in stacks), dtype=kind.dtype, device=device)
     parts = zip(stacks, flat.split([w.numel() for w in stacks]), strict=True)
     sums = {id(w): Sum(part.view(w.shape), True, 2.0) for w, part in parts}
-    ffn = ExpertFFN(formula, kind.recipe, transport, EXPERTS, name="the check of ds_mxfp8_moe's kernels",
+    ffn = ffn_class(formula, kind.recipe, transport, EXPERTS, name="the check of ds_mxfp8_moe's kernels",
                     sum_of=lambda w, node: sums.get(id(w)))
     y_TH = ffn(x_TH, Routes(expert_TK=expert_TK, weight_TK=weight_TK, num_experts=EXPERTS), weights,
                adapters=adapters, frozen=frozen)
@@ -307,49 +309,76 @@ class _Alone(Collective):
 # ---- comparing with plain torch -----------------------------------------------------------------------------------
 
 
-def _run_twice(operation: Callable, *args, **kwargs) -> Any:
-    """The operation's result on the GPU, compared with plain torch's on the CPU."""
-    if not _on_gpu(_tensors((args, kwargs))):
-        return operation(*args, **kwargs)
-    host_args, host_kwargs = _mapped((args, kwargs), _on_host)  # before the operation, which may change its arguments
-    found = operation(*args, **kwargs)
-    get_accelerator().synchronize()  # an error of the kernel belongs to this operation
-    _compare(operation.__name__, _tensors(found), _tensors(operation(*host_args, **host_kwargs)))
+def _run_twice(name: str, on_gpu: Callable, on_cpu: Callable, *args, **kwargs) -> Any:
+    """The result on the GPU, compared with plain torch's on the CPU."""
+    host_args, host_kwargs = _mapped((args, kwargs), _on_host)  # before the first run, which may change its arguments
+    found = on_gpu(*args, **kwargs)
+    get_accelerator().synchronize()  # an error of a kernel belongs to this step
+    _compare(name, found, on_cpu(*host_args, **host_kwargs))
     return found
 
 
-def _running_twice(transport: Transport, *operations: str) -> Transport:
-    """The transport, which runs these of its operations twice from now on."""
-    vars(transport).update({name: partial(_run_twice, getattr(transport, name)) for name in operations})
+def _running_twice(transport: Transport, *methods: str) -> Transport:
+    """The transport, which runs these of its methods twice from now on."""
+    for name in methods:
+        method = getattr(transport, name)
+        vars(transport)[name] = partial(_run_twice, name, method, method)
     return transport
 
 
-def _on_gpu(found: list[torch.Tensor]) -> bool:
-    return any(x.is_cuda for x in found)
+@dataclass(frozen=True)
+class _CheckedMath(ExpertMath):
+    """Runs each public method twice.
+
+    Methods call one another. On the CPU, the inner calls of a method return what they returned on the GPU. So each
+    kernel is compared from the inputs that it had, and permitted differences do not add up.
+
+    Attributes:
+        results: copies on the CPU of what the calls have returned.
+        on_cpu: whether calls return the next of the results instead.
+    """
+
+    results: list = field(default_factory=list, compare=False)
+    on_cpu: bool = False
+
+    def step(self, method: Callable, *args, **kwargs) -> Any:
+        """The result of a method of ExpertMath."""
+        if self.on_cpu:
+            return self.results.pop(0)
+        inner = replace(self, results=[])
+        found = _run_twice(method.__name__, partial(method, inner), partial(method, replace(inner, on_cpu=True)),
+                           *args, **kwargs)
+        self.results.append(_mapped(found, _on_host))
+        return found
 
 
-def _compare(name: str, found: list[torch.Tensor], expected: list[torch.Tensor], least_db: float = LEAST_DB) -> None:
-    for x, y in zip(found, expected, strict=True):
-        x, y = _values(x), _values(y)
+for _name, _method in vars(ExpertMath).items():
+    if isfunction(_method) and not _name.startswith("_"):
+        setattr(_CheckedMath, _name, partialmethod(_CheckedMath.step, _method))
+
+
+class _CheckedFFN(ExpertFFN):
+
+    def math(self, dtype: torch.dtype) -> ExpertMath:
+        return _CheckedMath(self.formula, self.recipe, dtype)
+
+
+def _compare(name: str, found: Any, expected: Any, least_db: float = LEAST_DB) -> None:
+    """Compares the tensors of two trees. MXTensors are dequantized."""
+    pairs = list(zip(_tensors(found), _tensors(expected), strict=True))
+    for i, (x, y) in enumerate(pairs):
+        x, y = plain(_on_host(x).float()), plain(_on_host(y).float())
+        where = name if len(pairs) == 1 else f"{name}, tensor {i} of {len(pairs)}"
         if x.shape != y.shape:
-            raise CheckFailed(f"{name} returns {tuple(x.shape)}, and plain torch {tuple(y.shape)}")
-        if not torch.equal(x, y):
-            decibel = 10 * torch.log10(y.double().square().sum() / (x - y).double().square().sum()).item()
-            if not decibel >= least_db:  # NaN too
-                raise CheckFailed(f"{name}: signal-to-noise ratio {decibel:.1f} dB, expected {least_db:.0f} or more")
+            raise CheckFailed(f"{where} is {tuple(x.shape)}, and plain torch's {tuple(y.shape)}")
+        decibel = sqnr_db(y, x)
+        if not decibel >= least_db:  # NaN too
+            raise CheckFailed(f"{where}: signal-to-noise ratio {decibel:.1f} dB, expected {least_db:.0f} or more")
 
 
 def _on_host(x: torch.Tensor) -> torch.Tensor:
-    """A copy."""
-    if isinstance(x, MXTensor):
-        return x.with_parts(_on_host(x.qdata), _on_host(x.scale_bytes))
+    """A copy on the CPU."""
     return x.detach().to("cpu", copy=True)
-
-
-def _values(x: torch.Tensor) -> torch.Tensor:
-    """On the CPU, in float32."""
-    x = _on_host(x)
-    return x.dequantize(torch.float32) if isinstance(x, MXTensor) else x.float()
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

@@ -116,10 +116,14 @@ class ExpertFFN:
             x_TH = x_TH if autocast is None else x_TH.to(autocast)
             layout, tensors = flattened(weights)
             factors = [factor.to(x_TH.dtype) for adapter in (adapters or {}).values() for factor in adapter]
-            call = Call(self, ExpertMath(self.formula, self.recipe, x_TH.dtype), layout, tuple(adapters or ()),
-                        frozen and frozen.operands(), autocast)
+            call = Call(self, self.math(x_TH.dtype), layout, tuple(adapters or ()), frozen and frozen.operands(),
+                        autocast)
             return self.function(call, torch.is_grad_enabled(), routes.expert_TK, x_TH, routes.weight_TK, *factors,
                                  *tensors)
+
+    def math(self, dtype: torch.dtype) -> ExpertMath:
+        """The arithmetic of a call whose tokens have this dtype."""
+        return ExpertMath(self.formula, self.recipe, dtype)
 
     @property
     def function(self) -> Callable:

@@ -230,7 +230,7 @@ class ExpertMath:
         """
         wanted = not needed.isdisjoint(projection.roles)
         low_PR, of_adapter = self._adapter_backward(g_PN, x_PK, projection, ends_E)
-        rows, wgrad, columns = self._forms_of_gradient(g_PN, wanted)
+        rows, wgrad, columns = self.forms_of_gradient(g_PN, wanted)
         dx_PK = self._adapted_dgrad(self.gemm(rows, projection, ends_E, transposed=True), low_PR, projection, ends_E)
         del rows
         of_weights = self.weight_gradients(wgrad, x_PK, projection, ends_E, needed, columns) if wanted else {}
@@ -266,7 +266,7 @@ class ExpertMath:
             return x_PN
         return casts.quantize(x_PN, self.recipe.block_size, self.recipe.scaling_mode, scale_k_major=True)
 
-    def _forms_of_gradient(self, g_PN: torch.Tensor, wgrad: bool) -> tuple:
+    def forms_of_gradient(self, g_PN: torch.Tensor, wgrad: bool) -> tuple:
         """The form of a gradient that the GEMM of the input gradient reads; the form that the GEMM of the weight
         gradient reads, if `wgrad`; and whether the second is in column form."""
         if wgrad and self.reads_columns(g_PN):

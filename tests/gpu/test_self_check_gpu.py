@@ -11,7 +11,7 @@ import triton.language as tl
 from ds_mxfp8_moe.config import MXFP8MoEConfig, resolve
 from ds_mxfp8_moe.engine import self_check
 from ds_mxfp8_moe.engine.self_check import Kind, Verdict, small
-from ds_mxfp8_moe.ops.triton_kernels import grouped_gemm_hopper, quantize
+from ds_mxfp8_moe.ops.triton_kernels import activation, grouped_gemm_hopper, quantize
 from ds_mxfp8_moe.ops.triton_kernels.launch import Launched
 from tests.support.self_check_cases import CASES, CLASSIC, FORMULAS, SPREAD
 
@@ -61,14 +61,26 @@ def test_a_kernel_that_does_not_compile_is_named(monkeypatch):
     assert verdict.runs == "bf16" and verdict.found.startswith("kernel _not_compiling does not compile or start")
 
 
-def test_a_kernel_that_returns_wrong_numbers_is_named(monkeypatch):
-    plain = quantize.quantize_weights
+def with_a_wrong_tile(parts):
+    """Of MXParts, or of a result that begins with them or with a plain tensor."""
+    first = parts if hasattr(parts, "qdata") or isinstance(parts, torch.Tensor) else parts[0]
+    data = getattr(first, "qdata", first)
+    data.view(torch.uint8).flatten(0, -2)[:32] ^= 0x80
+    return parts
+
+
+@pytest.mark.parametrize("module, name, found", [
+    (quantize, "quantize_weights", "quantize_weights: signal-to-noise ratio"),
+    (activation, "activate", "forward, tensor 3 of 5: signal-to-noise ratio"),
+    (grouped_gemm_hopper, "grouped_mm_mxfp8", "gemm: signal-to-noise ratio"),
+])
+def test_a_kernel_that_returns_wrong_numbers_is_named(monkeypatch, module, name, found):
+    kernel = getattr(module, name)
 
     def wrong(*args, **kwargs):
-        parts = plain(*args, **kwargs)
-        parts.qdata.view(torch.uint8)[0, 7] ^= 0x80
-        return parts
+        result = kernel(*args, **kwargs)
+        return with_a_wrong_tile(result) if kwargs.get("quantize", True) else result
 
-    monkeypatch.setattr(quantize, "quantize_weights", wrong)
+    monkeypatch.setattr(module, name, wrong)
     verdict = self_check._run(kind(**CLASSIC), GPU)
-    assert verdict.runs == "bf16" and verdict.found.startswith("quantize_weights: signal-to-noise ratio")
+    assert verdict.runs == "bf16" and verdict.found.startswith(found)

@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check at first use, on a CPU: each operation then runs twice in plain torch, and a broken one is put in place of
-the first. tests/gpu/test_self_check_gpu.py breaks kernels."""
+"""The check at first use, on a CPU: each step then runs twice in plain torch, and the first run is broken.
+tests/gpu/test_self_check_gpu.py breaks kernels."""
 
 import re
+from dataclasses import replace
 from functools import wraps
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
-from ds_mxfp8_moe.compute import casts, operations, recorded
-from ds_mxfp8_moe.compute.operations import operation
+from ds_mxfp8_moe.compute import casts, recorded
+from ds_mxfp8_moe.compute.mx import MXTensor
 from ds_mxfp8_moe.config import MXFP8MoEConfig, resolve
 from ds_mxfp8_moe.engine import self_check
 from ds_mxfp8_moe.engine.self_check import Kind, Verdict, small
 from ds_mxfp8_moe.ffn import expert_math
+from ds_mxfp8_moe.transport import local
 from tests.support.self_check_cases import CASES, CLASSIC, FORMULAS, FROZEN, SPREAD
 from tests.support.slow import slow_except
 
@@ -28,8 +31,6 @@ def kind(name="gated", recipe="mxfp8_wgrad_with_hp", block=128, **keys):
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch, tmp_path):
-    """Operations on CPUs are compared too, on few tokens."""
-    monkeypatch.setattr(self_check, "_on_gpu", bool)
     monkeypatch.setattr(self_check, "WIDE_COPIES", 2)
     monkeypatch.setattr(self_check, "_folder", lambda: tmp_path / "verdicts")
     monkeypatch.setattr(self_check, "releases", lambda device: {"chip": "none", "triton": "0"})
@@ -47,22 +48,26 @@ def test_whole_kernels_pass(case):
 
 
 def broken_once(function, change):
-    """An operation whose every second call is right: that in plain torch."""
-    calls, plain = [0], function.__wrapped__
+    """A function whose first call, which stands for a kernel, is wrong. Later ones are right, as plain torch is."""
+    calls = []
 
-    @operation
-    @wraps(plain)
+    @wraps(function)
     def broken(*args, **kwargs):
-        calls[0] += 1
-        found = plain(*args, **kwargs)
-        return change(found) if calls[0] % 2 else found
+        calls.append(1)
+        found = function(*args, **kwargs)
+        return found if len(calls) > 1 else tree_map(lambda x: change(x) if isinstance(x, torch.Tensor) else x, found)
 
     return broken
 
 
-def with_a_wrong_row(x):
+def with_a_wrong_tile(x):
+    """Some of 1000 rows have another sign, or one expert's."""
+    if isinstance(x, MXTensor):
+        data = x.qdata.view(torch.uint8).clone()
+        data.flatten(0, -2)[3:35] ^= 0x80
+        return x.with_parts(data.view(torch.float8_e4m3fn), x.scale_bytes)
     x = x.clone()
-    x[3] *= 2
+    x[3:35] *= -1
     return x
 
 
@@ -70,30 +75,36 @@ def raising(x):
     raise RuntimeError("ptxas failed")
 
 
-@pytest.mark.parametrize("name, change, runs, found", [
-    ("grouped_mm", with_a_wrong_row, "bf16", r"grouped_mm: signal-to-noise ratio \d"),
-    ("grouped_mm", lambda x: x * float("nan"), "bf16", "grouped_mm: signal-to-noise ratio nan"),
-    ("grouped_mm", raising, "bf16", "RuntimeError: ptxas failed"),
-    ("grouped_mm_weights", with_a_wrong_row, "deepspeed", "grouped_mm_weights: signal"),
-    ("group_sums", with_a_wrong_row, "deepspeed", "group_sums: signal"),
+@pytest.mark.parametrize("module, name, change, runs, found", [
+    (expert_math, "grouped_mm", with_a_wrong_tile, "bf16", r"gemm: signal-to-noise ratio \d"),
+    (expert_math, "grouped_mm", lambda x: x * float("nan"), "bf16", "gemm: signal-to-noise ratio nan"),
+    (expert_math, "grouped_mm", raising, "bf16", "RuntimeError: ptxas failed"),
+    (expert_math, "grouped_mm_weights", with_a_wrong_tile, "deepspeed", "gemm: signal"),
+    (expert_math, "grouped_mm_wgrad_rows", with_a_wrong_tile, "deepspeed", "wgrad_gemm: signal"),
+    (expert_math, "activate", with_a_wrong_tile, "deepspeed", "forward, tensor 3 of 5: signal"),
+    (expert_math, "activate_backward", with_a_wrong_tile, "deepspeed", "backward_to_dpre, tensor 0 of "),
+    (expert_math, "group_sums", with_a_wrong_tile, "deepspeed", "backward_to_dpre, tensor 3 of"),
+    (expert_math, "add_weighted_bias", with_a_wrong_tile, "deepspeed", "forward, tensor 0 of 5: signal"),
+    (expert_math, "weighted_bias_backward", with_a_wrong_tile, "deepspeed", "backward_to_dpre, tensor 2 of"),
+    (expert_math, "low_rank_rows", with_a_wrong_tile, "deepspeed", "gemm: signal"),
+    (expert_math, "low_rank_wgrad", with_a_wrong_tile, "deepspeed", "product_backward, tensor 2 of"),
+    (expert_math, "add_low_rank", with_a_wrong_tile, "deepspeed", "gemm: signal"),
+    (casts, "quantize_weights", with_a_wrong_tile, "bf16", "quantize_weights: signal"),
+    (casts, "quantize_both", with_a_wrong_tile, "bf16", "forms_of_gradient, tensor 0 of 2: signal"),
+    (casts, "transpose_tiles", with_a_wrong_tile, "bf16", "gemm: signal"),
+    (local, "plan_rows", with_a_wrong_tile, "deepspeed", "plan, tensor"),
+    (local, "with_zero_row", with_a_wrong_tile, "deepspeed", "dispatch, tensor 0 of 2: signal"),
 ])
-def test_a_broken_operation_is_found(monkeypatch, name, change, runs, found):
-    monkeypatch.setattr(expert_math, name, broken_once(getattr(expert_math, name), change))
-    verdict = self_check._run(kind("gpt-oss" if name == "group_sums" else "gated"), CPU)
+def test_a_wrong_result_of_one_step_is_found(monkeypatch, module, name, change, runs, found):
+    """Whatever a step computes between two others is found as well."""
+    monkeypatch.setattr(module, name, broken_once(getattr(module, name), change))
+    keys = FROZEN if name == "transpose_tiles" else SPREAD
+    one = kind("gpt-oss", **keys)
+    if name == "quantize_both":
+        one = one._replace(recipe=replace(one.recipe, wgrad="mxfp8", combine_bwd="bf16"))
+    verdict = self_check._run(one, CPU)
     assert verdict.runs == runs
     assert re.search(found, verdict.found)
-
-
-@pytest.mark.parametrize("name, keys", [("quantize_weights", SPREAD), ("transpose_tiles", FROZEN)])
-def test_a_broken_cast_is_found(monkeypatch, name, keys):
-    def change(found):
-        data = found.qdata.view(torch.uint8).clone()
-        data[0, 5] ^= 0x80  # a row with another sign
-        return found.with_parts(data.view(torch.float8_e4m3fn), found.scale_bytes)
-
-    monkeypatch.setattr(casts, name, broken_once(getattr(casts, name), change))
-    verdict = self_check._run(kind(**keys), CPU)
-    assert verdict.runs == "bf16" and verdict.found.startswith(f"{name}: signal-to-noise")
 
 
 def test_the_check_leaves_no_trace(monkeypatch, recwarn):
@@ -103,7 +114,7 @@ def test_the_check_leaves_no_trace(monkeypatch, recwarn):
     torch.manual_seed(3)
     self_check._run(kind(recipe="bf16", **CLASSIC), CPU)
     assert torch.equal(torch.rand(3), expected) and not recwarn
-    assert operations._watch is None and not recorded._from_python
+    assert not recorded._from_python
 
 
 def test_verdicts_are_remembered_by_kind_and_release(monkeypatch, tmp_path):
