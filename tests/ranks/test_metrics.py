@@ -56,26 +56,6 @@ def test_figures_of_autoep_layers_are_those_of_all_ranks(ranks2, tmp_path):
         assert found[f"model.layers.{i}.mlp_dropped"][-1][1] == 0
 
 
-def converted_later(folder: str, first: dict | None) -> None:
-    """A step after each conversion of an engine that began with the section `first`."""
-    net = engine(first, 1, **monitor(folder))
-    both, only_layer_1 = {"metrics": {"every": 1}}, {"metrics": {"every": 1}, "exclude": [r"model\.layers\.0\..*"]}
-    for model_or_engine, again in ((net, both), (net.module, only_layer_1), (net.module, both)):
-        ds_mxfp8_moe.convert(model_or_engine, again)
-        train_engine(net, range(1))
-    ds_mxfp8_moe.convert(net.module, {"enabled": False})
-    train_engine(net, range(1))
-
-
-@pytest.mark.parametrize("first", [{"enabled": True},
-                                   section(100) | {"exclude": [r"model\.layers\.0\..*"]}])
-def test_layers_that_are_converted_later_have_figures(ranks2, tmp_path, first):
-    ranks2.run(converted_later, str(tmp_path), first)
-    samples = {name: [number for number, _ in rows] for name, rows in written(tmp_path).items()}
-    assert samples["model.layers.0.mlp_amax"] == [4, 12]
-    assert samples["model.layers.1.mlp_amax"] == [4, 8, 12]  # four samples a step
-
-
 def train_classic(folder: str, every: int | None) -> tuple[list[float], int]:
     """The losses of four steps; how many samples each layer took."""
     layout = Layout(zero=1, config=monitor(folder), moe={"capacity_factor": 0.5})
