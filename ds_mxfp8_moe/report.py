@@ -39,8 +39,8 @@ from .config import (
 from .engine.advice import about_enabled, about_expert_parallel, about_keys, about_speed
 from .engine.self_check import line_about, remembered, worst
 from .ops.device import has_kernels
-from .ops.op_builder import NVLinkBuilder, NVSHMEMBuilder, ReplayBuilder
-from .ops.op_builder.builder import NvccBuilder, dotted, nvcc_version
+from .ops.op_builder import ReplayBuilder
+from .transport.choose import TRANSPORTS
 
 # Keys by which files of Accelerate, Axolotl, LLaMA-Factory, ms-swift and TRL name the DeepSpeed config or one another.
 NAMES_CONFIG = ("deepspeed", "deepspeed_config", "deepspeed_config_file", "accelerate_config")
@@ -201,13 +201,7 @@ def transports() -> list[TransportStatus]:
 
     What needs several hosts or ranks is checked when training starts.
     """
-    backend = get_accelerator().communication_backend_name()
-    version = " " + ".".join(map(str, torch.cuda.nccl.version())) if backend == "nccl" else ""
-    hops = f"between hosts with the same number of ranks, at least two; wire host: {backend} through deepspeed.comm"
-    if get_accelerator().device_name() == "cuda":
-        hops += f"; wire nvshmem: {_extension(NVSHMEMBuilder())[1]}"
-    return [_nvlink(), TransportStatus("collective", True, f"{backend}{version} through deepspeed.comm"),
-            TransportStatus("hierarchical", True, hops)]
+    return [TransportStatus(name, *kind.usable_here()) for name, kind in TRANSPORTS.items()]
 
 
 def launches() -> str:
@@ -216,7 +210,7 @@ def launches() -> str:
         return "[NO] from Python: no CUDA device"
     if why_not := unknown_launcher():
         return f"[NO] each from Python, which is slower: {why_not}"
-    usable, text = _extension(ReplayBuilder())
+    usable, text = ReplayBuilder().status()
     return f"[OKAY] recorded and replayed; {text}" if usable else f"[NO] each from Python, which is slower: {text}"
 
 
@@ -240,37 +234,6 @@ def kernels_check() -> str:
     if not verdicts:
         return "at the start of the first engine"
     return f"[OKAY] {len(verdicts)} kinds of layers were checked with these releases"
-
-
-def _extension(builder: NvccBuilder) -> tuple[bool, str]:
-    """Whether this machine can use an extension, and why."""
-    if not builder.is_compatible():
-        return False, f"the extension cannot be built: {builder.error_log}"
-    if builder.last_failure():
-        return False, f"the last build of the extension failed: {builder.last_failure()}"
-    if builder.is_built():
-        return True, "the extension is built"
-    return True, f"the extension will be built at first use, by nvcc {dotted(nvcc_version())}"
-
-
-def _nvlink() -> TransportStatus:
-    against = []
-    if get_accelerator().device_name() != "cuda":
-        against.append("no CUDA device")
-    else:
-        count = get_accelerator().device_count()
-        pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
-        apart = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
-        if count < 2:
-            against.append("fewer than two GPUs")
-        if apart:
-            against.append(f"GPU {apart[0][0]} cannot reach the memory of GPU {apart[0][1]}")
-    usable, text = _extension(NVLinkBuilder())
-    if not usable:
-        against.append(text)
-    if against:
-        return TransportStatus("nvlink", False, "; ".join(against))
-    return TransportStatus("nvlink", True, f"the GPUs reach each other's memory; {text}")
 
 
 def section_lines(config: MXFP8MoEConfig, statuses: Sequence[TransportStatus]) -> list[tuple[str, str]]:

@@ -95,6 +95,11 @@ class Transport(ABC):
     def _where(self, phase: str) -> str:
         return f"'{phase}' of {self.name}"
 
+    @staticmethod
+    def usable_here() -> tuple[bool, str]:
+        """Whether this machine can use it, and why, without asking other ranks."""
+        return True, "on every machine"
+
     @abstractmethod
     def plan(self, expert_TK: torch.Tensor, num_local_experts: int, meanwhile: Callable[[], None] | None = None,
              rows: str = "") -> Any:

@@ -36,6 +36,8 @@ MOST_RANKS = 8  # in a group that exchanges over NVLink
 # In a group that takes two hops by default. With more, a model (examples/benchmarks/results/scale.md) sees little
 # left to save: a token's experts lie on most nodes.
 MOST_NODES = 8
+# By the value of "transport", in order of preference inside a host.
+TRANSPORTS: dict[str, type[Transport]] = {"nvlink": NVLink, "collective": Collective, "hierarchical": Hierarchical}
 # What is tried, in this order, for each value of "transport". Where nothing of it is possible: collective.
 TRIED = {None: ("nvlink", "hierarchical"), "nvlink": ("nvlink", ), "hierarchical": ("hierarchical", "nvlink")}
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import deepspeed.comm as dist
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch.distributed import ProcessGroup
 
 from ..compute.routing import count
@@ -43,6 +44,12 @@ class Collective(Transport):
 
     group: ProcessGroup
     name: str = "an expert-parallel exchange"
+
+    @staticmethod
+    def usable_here() -> tuple[bool, str]:
+        backend = get_accelerator().communication_backend_name()
+        version = " " + ".".join(map(str, torch.cuda.nccl.version())) if backend == "nccl" else ""
+        return True, f"{backend}{version} through deepspeed.comm"
 
     @property
     def world_size(self) -> int:

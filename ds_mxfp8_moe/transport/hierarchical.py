@@ -25,8 +25,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from ..compute.routing import count
+from ..ops.op_builder import NVSHMEMBuilder
 from . import RowFormat, Transport
 from .deadline import check_same_calls, read_counts
 from .hops import Hops
@@ -106,6 +108,15 @@ class Hierarchical(Transport):
 
     hops: Hops
     name: str = "an expert-parallel exchange"
+
+    @staticmethod
+    def usable_here() -> tuple[bool, str]:
+        accelerator = get_accelerator()
+        wires = ("between hosts with the same number of ranks, at least two; wire host: "
+                 f"{accelerator.communication_backend_name()} through deepspeed.comm")
+        if accelerator.device_name() == "cuda":
+            wires += f"; wire nvshmem: {NVSHMEMBuilder().status()[1]}"
+        return True, wires
 
     def _cross(self, wire: RowWire, x: torch.Tensor, by: Crossing, phase: str, compared: bool = True,
                row_S: torch.Tensor | None = None) -> torch.Tensor:

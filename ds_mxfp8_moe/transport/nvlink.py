@@ -20,9 +20,11 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from ..compute.mx import MXTensor
 from ..ops.mx_format import MXParts
+from ..ops.op_builder import NVLinkBuilder
 from . import ROW_ALIGNMENT, RowFormat, Transport, padded, room_for
 from .kernel_reports import KINDS
 from .peer_memory import PeerMemory, dense
@@ -147,6 +149,19 @@ class NVLink(Transport):
     sms: int = MOST_MULTIPROCESSORS
     capacity_factor: float | None = None
     on_overflow: str = "error"
+
+    @staticmethod
+    def usable_here() -> tuple[bool, str]:
+        if get_accelerator().device_name() != "cuda":
+            return False, "no CUDA device"
+        pairs = itertools.permutations(range(count := get_accelerator().device_count()), 2)
+        apart = next((pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)), None)
+        usable, extension = NVLinkBuilder().status()
+        against = [reason for reason in (
+            "fewer than two GPUs" if count < 2 else "",
+            f"GPU {apart[0]} cannot reach the memory of GPU {apart[1]}" if apart else "",
+            "" if usable else extension) if reason]
+        return not against, "; ".join(against) or f"the GPUs reach each other's memory; {extension}"
 
     @property
     def world_size(self) -> int:

@@ -101,6 +101,16 @@ class NvccBuilder(CUDAOpBuilder):
         failed = self._library().with_name("failed")
         return failed.read_text() if failed.exists() and not self.is_built() else None
 
+    def status(self) -> tuple[bool, str]:
+        """Whether this machine can use the extension, and why."""
+        if not self.is_compatible():
+            return False, f"the extension cannot be built: {self.error_log}"
+        if failure := self.last_failure():
+            return False, f"the last build of the extension failed: {failure}"
+        if self.is_built():
+            return True, "the extension is built"
+        return True, f"the extension will be built at first use, by nvcc {dotted(nvcc_version())}"
+
     def jit_load(self, verbose: bool = True) -> ModuleType:
         """Builds the extension if it is not built yet, and imports it.
 

@@ -5,22 +5,24 @@ import importlib.metadata
 import json
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 import torch
 
 from ds_mxfp8_moe import report
 from ds_mxfp8_moe.config import DEBUG_KEYS, MXFP8MoEConfig
+from ds_mxfp8_moe.ops.op_builder import NVLinkBuilder
 from tests.support.autoep_models import model
 from tests.support.config_cases import ALL_KEYS, OF_TWO_HOPS
 
 WITHOUT_TRANSPORT = {key: value for key, value in ALL_KEYS.items() if key != "transport"}  # nvlink, which needs GPUs
 
 
-class Extension:
-    """The builder of the NVLink transport's extension, as a machine may have it."""
+class Extension(NVLinkBuilder):
+    """The builder of an extension, as a machine may have it."""
 
-    compatible, error_log, built, failure = True, None, False, None
+    compatible, built, failure = True, False, None
 
     def is_compatible(self):
         return self.compatible
@@ -37,8 +39,7 @@ class Machine:
 
     def __init__(self, monkeypatch, *gpus, peers=True):
         self.gpus = gpus
-        monkeypatch.setattr(report, "get_accelerator", lambda: self)
-        monkeypatch.setattr("ds_mxfp8_moe.config.get_accelerator", lambda: self)
+        monkeypatch.setattr("deepspeed.accelerator.real_accelerator.ds_accelerator", self)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: gpus[index][0])
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: gpus[index][1])
         monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: peers)
@@ -187,8 +188,8 @@ def test_whatever_the_rest_of_the_config_holds_is_no_traceback(reported, around)
 
 def test_transports_and_their_reasons(monkeypatch):
     builder = Extension()
-    monkeypatch.setattr(report, "NVLinkBuilder", lambda: builder)
-    monkeypatch.setattr(report, "nvcc_version", lambda: (13, 0))
+    monkeypatch.setattr("ds_mxfp8_moe.transport.nvlink.NVLinkBuilder", lambda: builder)
+    monkeypatch.setattr("ds_mxfp8_moe.ops.op_builder.builder.nvcc_version", lambda: (13, 0))
 
     def nvlink():
         return next(transport for transport in report.transports() if transport.name == "nvlink")
@@ -196,6 +197,8 @@ def test_transports_and_their_reasons(monkeypatch):
     def collective():
         return next(transport for transport in report.transports() if transport.name == "collective")
 
+    values = get_args(get_args(MXFP8MoEConfig.model_fields["transport"].annotation)[0])
+    assert {transport.name for transport in report.transports()} == set(values)
     assert collective() == ("collective", True, "gloo through deepspeed.comm")
     assert nvlink() == ("nvlink", False, "no CUDA device")
 
