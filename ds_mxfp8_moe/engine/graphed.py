@@ -7,11 +7,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 WARM_UPS = 2  # runs before the capture, in which libraries choose and build their kernels
 
@@ -64,6 +66,13 @@ def tensor_forms(form: Any) -> Iterator[TensorForm]:
     elif isinstance(form, tuple):
         for part in form:
             yield from tensor_forms(part)
+
+
+def without_grads(form: Any) -> Any:
+    """The form of the same call under torch.no_grad."""
+    if isinstance(form, TensorForm):
+        return form._replace(requires_grad=False)
+    return tuple(map(without_grads, form)) if isinstance(form, tuple) else form
 
 
 def arguments(form: Form, tensors: Iterator[Tensor]) -> tuple[tuple, dict]:
@@ -162,6 +171,14 @@ class Capture:
             work()
         return graph.replay
 
+    def result(self, tensor: Tensor) -> Tensor:
+        """What a replay leaves in a tensor of its capture, to be copied at once. Later graphs may use the memory."""
+        if not tensor.is_contiguous():
+            return tensor.detach()
+        interface = {"shape": (tensor.nbytes, ), "typestr": "|u1", "data": (tensor.data_ptr(), False), "version": 3}
+        memory = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=tensor.device)
+        return memory.view(tensor.dtype).view(tensor.shape)
+
 
 class NoGraph(Exception):
     """Why a module cannot have graphs."""
@@ -212,21 +229,47 @@ class Forwards:
             pass
 
 
+class Recomputed:
+    """The last forward of modules that checkpointing runs again right before their backward.
+
+    Their graphs share memory, which holds the activations of one forward. A forward saves its number as a tensor, as
+    others save activations. So where checkpointing runs it again, backward gets the number of the second forward.
+    """
+
+    def __init__(self):
+        self._last = 0
+
+    def before(self, index: int) -> bool:
+        return True
+
+    def begin(self, index: int) -> Tensor:
+        self._last += 1
+        return torch.tensor(self._last, device="cpu")
+
+    def end(self, number: Tensor) -> None:
+        """Backward came."""
+        if number.item() != self._last:
+            raise RuntimeError("mxfp8_moe: backward comes to attention in another order than in the first steps, and "
+                               'its CUDA graphs keep nothing for that: write "graph_attention": false')
+
+
 class GraphedAttention:
     """The graphs of one attention module.
 
     Attributes:
         form: of its calls' arguments.
+        recomputed: whether checkpointing runs forward again.
         index: the module's place in the order of forward.
         inputs: where the graphs read the arguments' tensors.
         params: those that are trained, in the order in which their gradients come without graphs.
         output, grad, input_grads, flat: where the graphs write the output, read its gradient, and write the gradients
-            of the inputs and of `params`. All layers share `grad` and `flat`: what is there leaves it before the next
-            layer's comes.
+            of the inputs and of `params`. What is there leaves it before the next layer's comes.
     """
 
-    def __init__(self, module: nn.Module, call: Call, index: int, forwards: Forwards, inputs: list[Input]):
+    def __init__(self, module: nn.Module, call: Call, index: int, forwards: Forwards | Recomputed,
+                 inputs: list[Input]):
         self.module, self.plain, self.form = module, call.plain, call.form
+        self.recomputed, self._form_without_grads = isinstance(forwards, Recomputed), without_grads(call.form)
         self.index, self.forwards, self.inputs = index, forwards, inputs
         self.params = [p for p in module.parameters() if p.requires_grad]
         self._aliases = {p: nn.Parameter(p.detach()) for p in self.params}
@@ -259,7 +302,8 @@ class GraphedAttention:
 
     def fits(self, form: Form | None, tensors: list[Tensor]) -> bool:
         """Whether the graphs may compute a call with these arguments now."""
-        return (form == self.form and self.forwards.before(self.index) and self._holds_the_same()
+        wanted = self.form if torch.is_grad_enabled() else self._form_without_grads
+        return (form == wanted and self.forwards.before(self.index) and self._holds_the_same()
                 and self._weights == self._weights_now() and not self._hooked()
                 and all(map(Input.takes, self.inputs, tensors)))
 
@@ -289,25 +333,22 @@ class GraphedAttention:
             raise NoGraph(f"{type(self.module).__name__} returns {len(tensors)} tensors, and a graph gives one")
         if others := [value for value in all_of if not isinstance(value, (Tensor, *CONSTANTS))]:
             raise NoGraph(f"{type(self.module).__name__} returns a {type(others[0]).__name__} beside its output")
-        self._output = tensors[0]
-        self.results = OUTPUT if results is self._output else tuple(
-            OUTPUT if value is self._output else value for value in results)
+        self.output, self._edge = tensors[0], get_gradient_edge(tensors[0])
+        self.results = OUTPUT if results is self.output else tuple(
+            OUTPUT if value is self.output else value for value in results)
 
     def backward(self) -> None:
         differentiable = [each.static for each in self.inputs if each.static.requires_grad]
         aliases = [self._aliases[p] for p in self.params]
-        grads = torch.autograd.grad(self._output, [*differentiable, *aliases], self.grad)
-        # One may be the output's gradient itself, which all layers share.
-        shared = self.grad.untyped_storage().data_ptr()
-        self.input_grads = [grad.clone() if grad.untyped_storage().data_ptr() == shared else grad
-                            for grad in grads[:len(differentiable)]]
+        grads = torch.autograd.grad(self._edge, [*differentiable, *aliases], self.grad)
+        self.input_grads = list(grads[:len(differentiable)])
         if self.params:
             torch.cat([grad.reshape(-1) for grad in grads[len(differentiable):]], out=self.flat)
 
     def warm_up(self, shared: dict) -> None:
         self.forward()
-        key = "grad", self._output.shape, self._output.dtype
-        self.grad = shared.setdefault(key, torch.zeros_like(self._output, requires_grad=False))
+        key = "grad", self.output.shape, self.output.dtype
+        self.grad = shared.setdefault(key, torch.zeros_like(self.output, requires_grad=False))
         self.flat = shared["flat"][:sum(p.numel() for p in self.params)] if self.params else None
         came: list[nn.Parameter] = []
         hooks = [alias.register_hook(lambda _, p=p: came.append(p)) for p, alias in self._aliases.items()]
@@ -319,11 +360,11 @@ class GraphedAttention:
 
     def capture_forward(self, capture: Capture) -> None:
         self._replay_forward = capture(self.forward)
-        self.output = self._output.detach()
+        self.output = capture.result(self.output)
 
     def capture_backward(self, capture: Capture) -> None:
         self._replay_backward = capture(self.backward)
-        self._output = None
+        self.input_grads, self._edge = list(map(capture.result, self.input_grads)), None
 
     # What runs in their place.
 
@@ -336,23 +377,26 @@ class GraphedAttention:
             return output
         return tuple(output if value is OUTPUT else value for value in self.results)  # type: ignore[attr-defined]
 
-    def replay_forward(self, tensors: tuple[Tensor, ...]) -> Pending:
-        pending = self.forwards.begin(self.index)
+    def replay_forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Pending | Tensor]:
+        """The output, and what tells backward of which forward it is."""
+        begun = self.forwards.begin(self.index)
         for each, tensor in zip(self.inputs, tensors, strict=True):
             each.fill(tensor)
-            each.readers.add(pending)
+            if isinstance(begun, Pending):
+                each.readers.add(begun)
         self._replay_forward()
-        return pending
+        return self.output.clone(), begun
 
-    def replay_backward(self, pending: Pending, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def replay_backward(self, begun: Pending | Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of the arguments' tensors and of `params`."""
-        self.forwards.end(pending)
-        for each in self.inputs:
-            each.readers.discard(pending)
+        self.forwards.end(begun)  # type: ignore[arg-type]
+        if isinstance(begun, Pending):
+            for each in self.inputs:
+                each.readers.discard(begun)
         self.grad.copy_(grad)
         self._replay_backward()
         inputs = iter(self.input_grads)
-        grads = [next(inputs).detach() if each.static.requires_grad else None for each in self.inputs]
+        grads = [next(inputs).clone() if each.static.requires_grad else None for each in self.inputs]
         parts = self.flat.clone().split(self.sizes) if self.params else ()  # autograd may keep them as gradients
         return *grads, *(part.view_as(p) for part, p in zip(parts, self.params, strict=True))
 
@@ -361,53 +405,71 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, graphed: GraphedAttention, *tensors: Tensor) -> Tensor:
-        ctx.graphed, ctx.pending = graphed, graphed.replay_forward(tensors[:len(graphed.inputs)])
-        hooked = graphed.module._forward_hooks  # what a hook keeps is not to change with the next forward
-        return graphed.output.clone() if hooked else graphed.output.detach()
+        ctx.graphed = graphed
+        output, begun = graphed.replay_forward(tensors[:len(graphed.inputs)])
+        if isinstance(begun, Tensor):
+            ctx.save_for_backward(begun)
+        else:
+            ctx.begun = begun
+        return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.graphed.replay_backward(ctx.pending, grad)
+        begun, = ctx.saved_tensors if ctx.graphed.recomputed else (ctx.begun, )
+        return None, *ctx.graphed.replay_backward(begun, grad)
 
 
-def captured(calls: dict[nn.Module, Call]) -> dict[nn.Module, GraphedAttention]:
-    """Graphs of these calls, which are in the order of forward."""
-    forwards, statics, shared = Forwards(), {}, {}
-    made = [GraphedAttention(module, call, index, forwards, _inputs(call, statics))
+def captured(calls: dict[nn.Module, Call], recomputed: set[nn.Module]) -> dict[nn.Module, GraphedAttention]:
+    """Graphs of these calls, which are in the order of forward.
+
+    `recomputed`: the modules that checkpointing runs again right before their backward.
+    """
+    once, again, statics, shared = Forwards(), Recomputed(), {}, {}
+    made = [GraphedAttention(module, call, index, again if module in recomputed else once,
+                             _inputs(call, statics, module in recomputed))
             for index, (module, call) in enumerate(calls.items())]
     if len({p.dtype for each in made for p in each.params}) > 1:
         raise NoGraph("attention has trained parameters of several dtypes")
     if params := max((each.params for each in made), key=lambda params: sum(p.numel() for p in params)):
         shared["flat"] = params[0].new_empty(sum(p.numel() for p in params), requires_grad=False)
-    capture = Capture()
-    with capture.on_stream(), torch.autograd.set_multithreading_enabled(False):
-        for _ in range(WARM_UPS):
-            for each in made:
-                each.warm_up(shared)
-        with capture.without_waits():  # and with as much memory as the captures take
-            for each in made:
-                each.forward()
-            for each in reversed(made):
-                each.backward()
-        get_accelerator().synchronize()
-        for each in made:
-            each.capture_forward(capture)
-        for each in reversed(made):
-            each.capture_backward(capture)
+    for groups in ([[each for each in made if not each.recomputed]], [[each] for each in made if each.recomputed]):
+        _capture(groups, shared)
     return {each.module: each for each in made}
 
 
-def _inputs(call: Call, statics: dict[tuple[int, Tensor], Input]) -> list[Input]:
+def _capture(groups: list[list[GraphedAttention]], shared: dict) -> None:
+    """Captures forward and backward of each group. Groups use the same memory."""
+    capture = Capture()
+    with capture.on_stream(), torch.autograd.set_multithreading_enabled(False):
+        for _ in range(WARM_UPS):
+            for each in chain(*groups):
+                each.warm_up(shared)
+        with capture.without_waits():  # and with as much memory as the captures take
+            for group in groups:
+                for each in group:
+                    each.forward()
+                for each in reversed(group):
+                    each.backward()
+        get_accelerator().synchronize()
+        for group in groups:
+            for each in group:
+                each.capture_forward(capture)
+            for each in reversed(group):
+                each.capture_backward(capture)
+
+
+def _inputs(call: Call, statics: dict[tuple, Input], recomputed: bool) -> list[Input]:
     """Returns an Input for each tensor of such a call: a new one, or that of an earlier layer.
 
     Args:
-        statics: what calls of earlier layers made, by a tensor's place in its call and the tensor itself. This call
-            takes what is there, and adds what it makes. Tensors that get a gradient are not in it.
+        statics: what calls of earlier layers made, by a tensor's place in its call and the tensor itself. Tensors that
+            get a gradient are not in it. Recomputed layers share those of the same form.
     """
     device, made = torch.device(get_accelerator().current_device_name()), []
     for i, (wanted, tensor) in enumerate(zip(tensor_forms(call.form), call.tensors, strict=True)):
-        made.append(statics.get((i, tensor)) or Input(wanted.make(device)))
-        if tensor is not None:
-            statics[i, tensor] = made[-1]
+        key = i, wanted if recomputed else tensor
+        made.append(statics.get(key) or Input(wanted.make(device)))
+        if recomputed or tensor is not None:
+            statics[key] = made[-1]
     return made

@@ -7,9 +7,12 @@ bits. Where more than attention reads the same hidden values, as in FlexOlmo and
 up in another order.
 
 Graphs are captured between two steps, once every call of a step had arguments of the same form: shapes, dtypes and
-constants. Calls of other forms run as before. So do evaluation, compiled models, a forward under checkpointing, a
-module that was changed, and a second forward before the backward of the first one, whose activations a graph would
-overwrite. Other ranks may do either, since gradients come to ZeRO in the same order.
+constants. Calls of other forms run as before. So do evaluation, compiled models, a module that was changed, and a
+second forward before the backward of the first one, whose activations a graph would overwrite. Other ranks may do
+either, since gradients come to ZeRO in the same order.
+
+Where checkpointing runs a layer again right before its backward, one graph serves both forwards, and all such layers
+share the memory of one layer's activations.
 
 With "graph_attention": false there are no graphs. Without the key, those of transformers' own attention are made if
 memory allows it. With true, every module whose class name ends in Attention gets one.
@@ -17,6 +20,7 @@ memory allows it. With true, every module whose class name ends in Attention get
 
 import weakref
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -32,7 +36,9 @@ from .graphed import Call, Form, GraphedAttention, NoGraph, NoGraphYet, captured
 from .keeping import MOST_OF_FREE, free_bytes
 
 PATIENCE = 20  # steps without a form that lasts, after which attention is left as it is
-
+# What comes to a module in a step. A forward may run within a backward (again), while somebody wants to see all tensors
+# that it saves (watched), or without gradients (unsaved).
+FORWARD, AGAIN, WATCHED, UNSAVED, BACKWARD = "forward", "again", "watched", "unsaved", "backward"
 
 # The graphs of an attention module's engine. A copy of the module has none.
 _GRAPHS: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[AttentionGraphs]]" = weakref.WeakKeyDictionary()
@@ -76,16 +82,20 @@ def has_graphs() -> bool:
 def _attend(plain: Callable, module: nn.Module, *args, **kwargs) -> Any:
     """The forward of an attention module."""
     of_a_base = getattr(type(module).forward, "__wrapped__", None) is not plain  # called by the module's own forward
-    if of_a_base or torch.compiler.is_compiling() or not module.training or not torch.is_grad_enabled() or (
-            torch.is_autocast_enabled() or _tensors_are_watched()):
+    if of_a_base or torch.compiler.is_compiling() or not module.training or torch.is_autocast_enabled():
         return plain(module, *args, **kwargs)
     graphs = _GRAPHS.get(module, lambda: None)()
     return plain(module, *args, **kwargs) if graphs is None else graphs.run(module, plain, args, kwargs)
 
 
-def _tensors_are_watched() -> bool:
-    """Whether somebody wants to see each tensor that this forward saves, such as checkpointing."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+def _kind_of_forward() -> str:
+    """WATCHED and UNSAVED are the first forwards of the two ways of checkpointing, but may have other reasons."""
+    if not torch.is_grad_enabled():
+        return UNSAVED
+    if torch._C._current_graph_task_id() != -1:
+        return AGAIN
+    watched = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    return WATCHED if watched else FORWARD
 
 
 class AttentionGraphs:
@@ -97,15 +107,16 @@ class AttentionGraphs:
         self._forget()
 
     def _forget(self) -> None:
-        """Begins the notes of a step: each module's call, in their order; the modules to which forward (True) and
-        backward (False) came; and whether the calls of each module have had one form."""
+        """Begins the notes of a step: each module's call, in their order; what came to which module; and whether the
+        calls of each module have had one form."""
         self._calls: dict[nn.Module, Call] = {}
-        self._passes: list[tuple[nn.Module, bool]] = []
+        self._passes: list[tuple[nn.Module, str]] = []
         self._alike = True
 
     def run(self, module: nn.Module, plain: Callable, args: tuple, kwargs: dict) -> Any:
-        graphed = self._graphed.get(module)
-        if graphed is None and (self._graphed or self._steps >= PATIENCE or not self._alike):
+        graphed, kind = self._graphed.get(module), _kind_of_forward()
+        if graphed is None and (self._graphed or self._steps >= PATIENCE or not self._alike or kind == UNSAVED) or (
+                graphed is not None and graphed.recomputed == (kind == FORWARD)):
             return plain(module, *args, **kwargs)
         form, tensors = form_of(args, kwargs)
         if graphed is not None:
@@ -114,10 +125,10 @@ class AttentionGraphs:
         output = next((value for value in (results if isinstance(results, tuple) else (results, ))
                        if isinstance(value, Tensor) and value.requires_grad), None)
         if output is not None:
-            self._note(module, plain, form, tensors, output)
+            self._note(module, kind, plain, form, tensors, output)
         return results
 
-    def _note(self, module: nn.Module, plain: Callable, form: Form | None, tensors: list[Tensor],
+    def _note(self, module: nn.Module, kind: str, plain: Callable, form: Form | None, tensors: list[Tensor],
               output: Tensor) -> None:
         if form is None or module in self._calls and form != self._calls[module].form:
             self._forget()
@@ -125,13 +136,14 @@ class AttentionGraphs:
             return
         self._calls[module] = Call(plain, form, [None if tensor.requires_grad else tensor for tensor in tensors])
         passes = self._passes
-        passes.append((module, True))
-        output.register_hook(lambda _: passes.append((module, False)))
+        passes.append((module, kind))
+        output.register_hook(lambda _: passes.append((module, BACKWARD)))
 
     def after_step(self) -> None:
         """Captures graphs once a step has shown one form of each module's calls. The first step shows nothing, since
         other things are decided in it."""
-        calls, lasting = self._calls, self._alike and nested(self._passes)
+        calls, lasting = self._calls, self._alike and lasts(self._passes)
+        recomputed = {module for module, kind in self._passes if kind == AGAIN}
         self._forget()
         self._steps += 1
         if self._graphed or self._steps == 1 or self._steps > PATIENCE:
@@ -140,13 +152,14 @@ class AttentionGraphs:
             if self._steps == PATIENCE:
                 self._give_up(f"in none of {PATIENCE} steps did every call of attention have arguments of the same "
                               "form, and backward come to each call once, the last one first. Micro-batches need the "
-                              "same shape, checkpointing has to be off, and model.config.use_cache False")
+                              "same shape, checkpointing has to recompute layer by layer, and model.config.use_cache "
+                              "to be False")
             return
         device = get_accelerator()
         device.empty_cache()
         free, before = free_bytes(), device.memory_reserved()
         try:
-            graphed = captured(calls)
+            graphed = captured(calls, recomputed)
         except NoGraph as reason:
             if not isinstance(reason, NoGraphYet) or self._steps == PATIENCE:
                 self._give_up(str(reason))
@@ -172,14 +185,20 @@ class AttentionGraphs:
             log_on_rank_0(f'mxfp8_moe: "graph_attention" has no effect: {reason}')
 
 
-def nested(passes: list[tuple[nn.Module, bool]]) -> bool:
-    """Whether forward began with the first module, and each backward came to the last forward to which none had come.
-    Under checkpointing that is reentrant, forward begins anew with each module."""
-    forwards = []
-    for module, forward in passes:
-        if forward and not forwards and module is not passes[0][0]:
+def lasts(passes: list[tuple[nn.Module, str]]) -> bool:
+    """Whether graphs can keep activations from forward to backward, if all steps go as this one.
+
+    Of modules that are not recomputed, forward begins with the first, and each backward comes to the last forward to
+    which none has come. Those that are, are recomputed right before their backward.
+    """
+    recomputed, forwards = {module for module, kind in passes if kind == AGAIN}, []
+    if any(each[1] == AGAIN and following != (each[0], BACKWARD) for each, following in pairwise([*passes, None])):
+        return False
+    others = [(module, kind) for module, kind in passes if module not in recomputed]
+    for module, kind in others:
+        if kind == WATCHED or kind == FORWARD and not forwards and module is not others[0][0]:
             return False
-        if forward:
+        if kind == FORWARD:
             forwards.append(module)
         elif not forwards or forwards.pop() is not module:
             return False

@@ -19,18 +19,22 @@ from tests.support.graph_cases import (
     BF16,
     SLIDING,
     both,
+    checkpointed,
     early,
     evaluation,
+    half_checkpointed,
     inference_tensors,
     kept_losses,
     kept_outputs,
     lengths,
     loss_of,
+    no_longer_checkpointed,
     padded,
     pairs,
     plainly,
     reentrant,
     same_mask,
+    segments,
     step,
     thrown_away,
     twice,
@@ -46,13 +50,16 @@ CASES = [("qwen3_moe", 0, 1, {}, plainly), ("qwen3_moe", 1, 3, BF16, plainly), (
          ("qwen3_moe", 1, 2, BF16, thrown_away), ("qwen3_moe", 1, 2, BF16, kept_losses),
          ("qwen3_moe", 2, 1, BF16, uneven), ("deepseek_v3", 2, 1, BF16, uneven), ("qwen3_moe", 1, 1, BF16, padded),
          ("qwen3_moe", 1, 1, BF16, same_mask), ("qwen3_moe", 1, 1, BF16, inference_tensors),
-         ("qwen3_moe", 1, 1, BF16, kept_outputs), ("qwen3_moe", 1, 1, BF16, early)]
+         ("qwen3_moe", 1, 1, BF16, kept_outputs), ("qwen3_moe", 1, 1, BF16, early),
+         ("qwen3_moe", 1, 2, BF16, checkpointed), ("qwen3_moe", 2, 2, BF16, reentrant),
+         ("qwen3_moe", 1, 2, BF16, half_checkpointed), ("qwen3_moe", 1, 1, BF16, no_longer_checkpointed)]
 # Eager attention, which gpt_oss has by default, returns its weights beside its output: no graph does.
 CASES += [(family, 1, 2, BF16, plainly) for family in FAMILIES if family not in ("qwen3_moe", "gpt_oss")]
 CASES = {f"{family}-zero{stage}-{steps_of}-{train.__name__}": ((train, family, stage, steps_of, dtype), {})
          for family, stage, steps_of, dtype, train in CASES}
 CASES["layers-whose-masks-differ"] = (plainly, "qwen2_moe", 1, 2, BF16), SLIDING
-QUICK = ("qwen3_moe-zero1-2-lengths", "qwen3_moe-zero1-1-padded",
+QUICK = ("qwen3_moe-zero1-2-lengths", "qwen3_moe-zero1-1-padded", "qwen3_moe-zero1-2-checkpointed",
+         "qwen3_moe-zero1-2-half_checkpointed",
          "deepseek_v3-zero2-1-uneven", "layers-whose-masks-differ")
 
 
@@ -66,8 +73,8 @@ def test_graphs_train_alike(ranks2, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("train", [twice, reentrant])
-def test_two_backwards_and_reentrant_checkpointing_run_as_before(ranks2, train):
+@pytest.mark.parametrize("train", [twice, segments])
+def test_two_backwards_and_checkpoints_of_two_layers_run_as_before(ranks2, train):
     for losses, weights, _, replays in ranks2.run(both, train, "qwen3_moe", 1, 1, BF16):
         assert losses and weights and not replays
 
@@ -111,9 +118,9 @@ def test_the_forward_of_a_base_does_not_replay(one):
 def test_one_tensor_in_two_places_of_a_call():
     x, form = torch.zeros(2), graphed.TensorForm(torch.Size([2]), torch.float32, False)
     call, statics = graphed.Call(None, ((None, form), (None, form)), [x, x]), {}
-    first, second = graphed._inputs(call, statics)
+    first, second = graphed._inputs(call, statics, False)
     assert first is not second
-    assert graphed._inputs(call, statics) == [first, second]
+    assert graphed._inputs(call, statics, False) == [first, second]
 
 
 def in_the_trainer(directory) -> int:
@@ -244,7 +251,7 @@ def test_what_two_layers_read_gets_both_gradients(one):
     with emulated():
         x, added = (leaf * 2 for leaf in leaves)
         form, _ = graphed.form_of((x, added), {})
-        replayed = graphed.captured({layer: graphed.Call(Added.forward, form, [None, None]) for layer in layers})
+        replayed = graphed.captured({layer: graphed.Call(Added.forward, form, [None, None]) for layer in layers}, set())
         for call in (lambda layer, *args: replayed[layer](list(args)), lambda layer, *args: layer(*args)):
             x, added = (leaf * 2 for leaf in leaves)
             for layer in layers:
@@ -270,10 +277,6 @@ def test_a_second_backward_is_refused(one):
             loss.backward()
 
 
-def with_checkpointing(net) -> None:
-    net.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-
 def with_hooks(net) -> None:
     net.module.model.layers[1].self_attn.k_proj.register_forward_hook(lambda *_: None)
 
@@ -295,11 +298,11 @@ def with_cache(net) -> None:
 
 
 @pytest.mark.parametrize("change, reason", slow_except([
-    (with_checkpointing, "arguments of the same form"), (with_cache, "arguments of the same form"),
+    (with_cache, "arguments of the same form"),
     (with_weights_returned, "Qwen3MoeAttention returns 2 tensors"), (with_hooks, "Qwen3MoeAttention has hooks"),
     (with_backward_hooks, "Qwen3MoeAttention has hooks"),
     (with_hooked_gradients, "Qwen3MoeAttention has hooks")],
-    (with_checkpointing, "arguments of the same form"), (with_hooks, "Qwen3MoeAttention has hooks")))
+    (with_cache, "arguments of the same form"), (with_hooks, "Qwen3MoeAttention has hooks")))
 def test_what_a_graph_cannot_do_runs_as_before(one, change, reason):
     for asked in (True, None):
         lines = []

@@ -5,6 +5,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from ds_mxfp8_moe.engine import graphs
 from tests.support.autoep_models import batch, engine
@@ -155,6 +156,37 @@ def early(net) -> list[torch.Tensor]:
 def reentrant(net) -> list[torch.Tensor]:
     net.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     net.module.enable_input_require_grads()
+    return plainly(net)
+
+
+def checkpointed(net) -> list[torch.Tensor]:
+    """Micro-batches of another length, evaluation, and two forwards before the backward of both in between."""
+    net.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return [*lengths(net), *evaluation(net), *pairs(net)]
+
+
+def half_checkpointed(net) -> list[torch.Tensor]:
+    net.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    net.module.model.layers[0].gradient_checkpointing = False
+    return [*plainly(net), *evaluation(net)]
+
+
+def no_longer_checkpointed(net) -> list[torch.Tensor]:
+    losses = checkpointed(net)
+    net.module.gradient_checkpointing_disable()
+    return [*losses, *plainly(net)]
+
+
+def segments(net) -> list[torch.Tensor]:
+    """Two layers are recomputed at once, so their graphs would overwrite each other's activations."""
+    layers = net.module.model.layers
+    first, second = (layer.forward for layer in layers)
+    # The second layer does what both do, under checkpointing. The first one hands its input on.
+    def run(x, kwargs):
+        return second(first(x, **kwargs), **kwargs)
+
+    layers[0].forward = lambda x, **kwargs: x
+    layers[1].forward = lambda x, **kwargs: checkpoint(run, x, kwargs, use_reentrant=False)
     return plainly(net)
 
 

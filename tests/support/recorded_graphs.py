@@ -55,6 +55,9 @@ class Recorded:
 
         return replay
 
+    def result(self, tensor):
+        return tensor.detach()
+
 
 def emulated() -> ExitStack:
     stack = ExitStack()
