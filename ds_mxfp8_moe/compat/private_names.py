@@ -158,10 +158,9 @@ NAMES = tuple(Row(*row) for row in (
     # zero.py rewrites about a third of this class, for which it has to know the rest.
     ("batch_gradients", _ZERO, "DeepSpeedZeroOptimizer#97bb3f8b"),
     ("batch_gradients", f"{_ZERO}:DeepSpeedZeroOptimizer",
-     "_get_compact_grad_partition_buffer _model_parallel_all_reduce ._backward_active_depth "
+     "_get_compact_grad_partition_buffer _link_all_hp_params _model_parallel_all_reduce ._backward_active_depth "
      "._coalesce_grad_reduction"),
     ("batch_gradients", "torch", "_foreach_add_ _foreach_copy_ _foreach_div_ _foreach_norm"),
-    ("batch_gradients", "torch._utils", "_unflatten_dense_tensors(flat, tensors)"),
     ("batch_gradients", f"{_ZERO}:GradPartitionBufferGroup", "._view_specs"),
     ("batch_gradients", "torch._C", "_current_graph_task_id _will_engine_execute_node"),
     ("batch_gradients", "torch:Tensor", "_backward_hooks _post_accumulate_grad_hooks"),

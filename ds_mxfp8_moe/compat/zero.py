@@ -31,7 +31,6 @@ from deepspeed.runtime.torch_autocast import is_autocast_initialized
 from deepspeed.runtime.utils import is_model_parallel_parameter, mask_nan_or_inf_with_val_inplace
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, GradPartitionBufferGroup
 from deepspeed.runtime.zero.utils import get_norm_dtype
-from torch._utils import _unflatten_dense_tensors
 from torch.autograd.graph import Node
 from torch.distributed import ProcessGroup
 from torch.nn.utils import get_total_norm
@@ -56,6 +55,7 @@ def batch_gradients(optimizer: Any, on: bool) -> str | None:
     vars(optimizer).pop("mxfp8_batching", None)
     kind = BatchedGradients if _copies_alike(optimizer) else BatchedChecks
     optimizer.__class__ = kind if on and not optimizer.cpu_offload else DeepSpeedZeroOptimizer
+    _share_masters(optimizer, isinstance(optimizer, BatchedChecks))
     if on and optimizer.cpu_offload:
         return "ZeRO-Offload is on, whose gradients leave the device one by one"
     if isinstance(optimizer, BatchedGradients):
@@ -75,8 +75,35 @@ def _copies_alike(optimizer: DeepSpeedZeroOptimizer) -> bool:
             and "muon" not in type(optimizer.optimizer).__name__.lower())
 
 
+def _share_masters(optimizer: DeepSpeedZeroOptimizer, on: bool) -> None:
+    """Masters in the weights' own dtype are the weights of this rank's partition: one tensor holds both.
+
+    After its step, DeepSpeed copies the master into the weights. That copies nothing where they are the same tensor.
+    """
+    changed = False
+    for master, partitions, group in zip(optimizer.single_partition_of_fp32_groups,
+                                         optimizer.parallel_partitioned_bit16_groups, optimizer.real_dp_process_group,
+                                         strict=True):
+        weights = partitions[dist.get_rank(group=group)]
+        if master.dtype == weights.dtype and (master.data_ptr() == weights.data_ptr()) != on:
+            master.data = weights.detach() if on else weights.detach().clone()
+            changed = True
+    if changed:  # DeepSpeed gives access to the masters of single parameters
+        optimizer._link_all_hp_params()
+
+
 class BatchedChecks(DeepSpeedZeroOptimizer):
     """Checks all gradients for overflow at once, and computes their norms at once. Skips loops that change nothing."""
+
+    def reload_states(self, *args, **kwargs) -> None:
+        """As DeepSpeed's."""
+        super().reload_states(*args, **kwargs)
+        _share_masters(self, on=True)
+
+    def _get_groups_without_padding(self, groups_with_padding: list) -> list:
+        """What a checkpoint has of the masters. A file that holds a part of the weights would hold all of them."""
+        return [part.clone() if 2 * part.nbytes <= part.untyped_storage().nbytes() else part
+                for part in super()._get_groups_without_padding(groups_with_padding)]
 
     def should_refresh_expected_hook_count(self) -> bool:
         """Whether DeepSpeed now counts the parameters that get gradients in this backward pass.
@@ -128,6 +155,12 @@ def _whole(gradients: list) -> Sequence[torch.Tensor]:
     """The gradients of a group. If they are parts of one tensor, large pieces of that tensor instead."""
     whole = getattr(gradients, "flat_partition", None)
     return gradients if whole is None else whole.split(2**30)  # kernels may count the elements of a tensor in 32 bits
+
+
+def _split(flat: torch.Tensor, likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The parts of a flat tensor that have the shapes of `likes`, one after the other."""
+    parts = flat.split([like.numel() for like in likes])
+    return [part.view(like.shape) for part, like in zip(parts, likes, strict=True)]
 
 
 class _Place(NamedTuple):
@@ -187,7 +220,7 @@ class _Parts(GradPartitionBufferGroup):
     """The sum of a group's gradients in this rank's partition, and its parts, one for each parameter."""
 
     def __init__(self, flat_partition: torch.Tensor, likes: list, specs: list):
-        list.__init__(self, _unflatten_dense_tensors(flat_partition, likes))
+        list.__init__(self, _split(flat_partition, likes))
         self.flat_partition, self._view_specs = flat_partition, specs
         for part, (_, _, is_padding) in zip(self, specs, strict=True):
             if is_padding:
@@ -251,7 +284,7 @@ class BatchedGradients(BatchedChecks):
         bucket = batching.bucket
         with torch.no_grad(), get_accelerator().stream(batching.stream):
             room = bucket.buffer[bucket.index].narrow(0, bucket.elements - batching.elements, batching.elements)
-            torch._foreach_copy_(_unflatten_dense_tensors(room, bucket.grads), bucket.grads)
+            torch._foreach_copy_(_split(room, bucket.grads), bucket.grads)
         if batching.stream is not None:
             bucket.copy_streams.add(batching.stream)
         self._let_go()

@@ -36,8 +36,8 @@ from .graphed import Call, Form, GraphedAttention, NoGraph, NoGraphYet, captured
 from .keeping import MOST_OF_FREE, free_bytes
 
 PATIENCE = 20  # steps without a form that lasts, after which attention is left as it is
-# What comes to a module in a step. A forward may run within a backward (again), while somebody wants to see all tensors
-# that it saves (watched), or without gradients (unsaved).
+# What comes to a module in a step. A forward may run within a backward (again), while somebody wants to see all that
+# it saves (watched), or without gradients (unsaved).
 FORWARD, AGAIN, WATCHED, UNSAVED, BACKWARD = "forward", "again", "watched", "unsaved", "backward"
 
 # The graphs of an attention module's engine. A copy of the module has none.

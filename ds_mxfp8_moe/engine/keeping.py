@@ -3,7 +3,8 @@
 
 With "keep_quantized_weights": true they keep them from the start on, with false never. Without the key, the first step
 decides: it shows how often a layer runs in a step, and how much memory stays free. Kept weights need fewer casts, so
-that MXFP8 is faster than bf16 with fewer tokens.
+that MXFP8 is faster than bf16 with fewer tokens. Where memory for the forms of forward and backward is lacking, one
+form is kept, and backward transposes it. Once the device runs out of memory, a rank keeps nothing any more.
 """
 
 import math
@@ -24,7 +25,8 @@ from ..config import MXFP8MoEConfig
 from ..ffn.kept_weights import KeptWeights
 from ..layers.experts import converted_layers
 from ..layers.frozen_experts import frozen_of
-from ..ops.log import log_on_rank_0
+from ..ops.log import log, log_on_rank_0
+from ..ops.mx_format import TILE
 from ..transport.deadline import answers_of_all
 
 MOST_OF_FREE = 0.5  # of the memory that the first step left free, which later and longer batches may need
@@ -106,34 +108,63 @@ class _FirstStep:
             answers = answers_of_all(dist.get_world_group(), answers[0], "the first step's memory")
         if not any(saves for saves, *_ in answers):
             return
-        missing, rank, size, free = max((size - MOST_OF_FREE * free, rank, size, free)
-                                        for rank, (_, size, free) in enumerate(answers))
-        if missing <= 0:
-            _keep(self.engine, self.layers)
+        room, rank, size, free = min((MOST_OF_FREE * free / max(size, 1), rank, size, free)
+                                     for rank, (_, size, free) in enumerate(answers))
+        tiles = all(layer.mxfp8_settings.recipe.block_size == TILE for layer in self.layers)
+        if room >= 2 or room >= 1 and tiles:
+            _keep(self.engine, self.layers, transposes=room < 2)
         else:
+            size *= 1 if tiles else 2
             log_on_rank_0("mxfp8_moe: MXFP8 weights are not kept: they would take more than half of the memory that "
                             f"a step leaves free ({size / 2**30:.2f} of {free / 2**30:.2f} GiB on rank {rank}). "
                             '"keep_quantized_weights": true keeps them anyway')
 
 
-def _keep(engine: DeepSpeedEngine, layers: list) -> None:
-    """From now on, layers keep their quantized weights, except those that run in bf16 whatever the batch."""
+def _keep(engine: DeepSpeedEngine, layers: list, transposes: bool = False) -> None:
+    """From now on, layers keep their quantized weights, except those that run in bf16 whatever the batch.
+
+    `transposes`: in one form.
+    """
     device = torch.device(get_accelerator().current_device_name())
     for layer in layers:
         settings = layer.mxfp8_settings
         casts = 0 if _frozen(layer) else 1 / engine.gradient_accumulation_steps()
+        if transposes:  # half of the casts. A transpose moves a third of the bytes of both casts
+            casts = casts / 2 + 1 / 3
         layer.mxfp8_settings = settings.below(min_tokens_per_expert(
             settings.config.min_tokens_per_expert, settings.formula, settings.recipe, layer.num_local_experts, device,
             casts))
         if not math.isinf(layer.mxfp8_settings.min_tokens_per_expert):
-            layer.mxfp8_kept = KeptWeights()
+            layer.mxfp8_kept = KeptWeights(transposes)
             engine._mxfp8.keeping.append(layer)
     if kept := engine._mxfp8.keeping:
+        engine._mxfp8.put("kept weights", _Memory(engine))
         often = "across steps" if all(map(_frozen, kept)) else "within each step"
         highest = max((layer.mxfp8_settings for layer in kept), key=lambda one: one.min_tokens_per_expert)
         threshold = f"; with them, {highest.threshold}" if highest.threshold else ""
-        log_on_rank_0(f"mxfp8_moe: MXFP8 weights are kept {often}, up to {_bytes(kept) / 2**30:.2f} GiB on this rank"
+        size = _bytes(kept) * (1 if transposes else 2)
+        log_on_rank_0(f"mxfp8_moe: MXFP8 weights are kept {often}, up to {size / 2**30:.2f} GiB on this rank"
                         f"{threshold}")
+
+
+class _Memory:
+    """Gives kept weights back once the device runs out of memory: then torch's allocator frees what it has cached,
+    for which it waits for the device, in each step again. Layers go on in MXFP8."""
+
+    def __init__(self, engine: DeepSpeedEngine):
+        self._engine, self._before = weakref.ref(engine), _retries()
+
+    def after_step(self) -> None:
+        engine = self._engine()
+        if engine is not None and _retries() > self._before:
+            stop_keeping(engine)
+            log("mxfp8_moe: MXFP8 weights are not kept any more on this rank: the device runs out of memory with them")
+
+
+def _retries() -> int:
+    """How often torch's allocator had to free what it has cached."""
+    on_cuda = get_accelerator().device_name() == "cuda"
+    return torch.cuda.memory_stats_as_nested_dict().get("num_alloc_retries", 0) if on_cuda else 0
 
 
 def _frozen(layer: torch.nn.Module) -> bool:
@@ -141,16 +172,17 @@ def _frozen(layer: torch.nn.Module) -> bool:
 
 
 def _bytes(layers: list) -> int:
-    """Of the quantized weights, in the forms for forward and for backward."""
-    return 2 * sum(p.numel() for layer in layers for p in layer.experts.parameters() if p.dim() > 1)
+    """Of the quantized weights in one form."""
+    return sum(p.numel() for layer in layers for p in layer.experts.parameters() if p.dim() > 1)
 
 
 def free_bytes() -> int:
-    """The bytes of this rank's device that were free at the peak of the rank's memory."""
+    """The bytes of this rank's device that were free at the peak of the rank's memory, without the gaps between."""
     device = get_accelerator()
     total, reserved = device.total_memory(), device.memory_reserved()
     of_others = max(total - device.available_memory() - reserved, 0)
-    return total - of_others - device.max_memory_allocated()
+    gaps = (device.memory_stats() or {}).get("inactive_split_bytes.all.peak", 0)
+    return total - of_others - device.max_memory_allocated() - gaps
 
 
 @contextmanager
@@ -180,6 +212,7 @@ def stop_keeping(engine: DeepSpeedEngine) -> None:
         first.end()
     for layer in engine._mxfp8.keeping:
         vars(layer).pop("mxfp8_kept", None)
+    engine._mxfp8.put("kept weights", None)
     if engine._mxfp8.step_hook is not None:
         engine._mxfp8.step_hook.remove()
     engine._mxfp8.keeping, engine._mxfp8.step_hook = [], None

@@ -98,9 +98,10 @@ class Call:
 
     def quantized(self, one: Projection, name: str, kept: dict[str, MXTensor], transposed: bool) -> Projection:
         """The projection with quantized weights, which are in `kept` afterwards."""
+        held = self.ffn.kept is not None and self.ffn.kept.transposes
         if name not in kept:
-            kept[name] = self.math.quantize_weights(one.weights, transposed)
-        return one._replace(weights=kept[name])
+            kept[name] = self.math.quantize_weights(one.weights, transposed and not held)
+        return one._replace(weights=kept[name], held=held)
 
     def projection(self, name: str, by_role: dict, adapter: LowRank | None) -> Projection:
         """The GEMM of this name, with weights in high precision if they are not frozen in MXFP8."""

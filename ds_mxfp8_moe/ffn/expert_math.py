@@ -31,7 +31,7 @@ class Projection(NamedTuple):
         roles: of its weights, which lie one above the other along N.
         dtype: of its weights.
         weights: in high precision, or quantized as the GEMM reads them.
-        held: whether MXFP8 is all that is held of the weights, so that backward transposes them itself.
+        held: whether quantized weights are in the form that forward reads, so that backward transposes them itself.
         biases: for each role, one stacked tensor or E of them. None: it has none.
         adapter: its low-rank update, in the tokens' dtype. None: it has none.
         sums: for each role, where backward puts the weights' gradient instead of returning it. None: nowhere.

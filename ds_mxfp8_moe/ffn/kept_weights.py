@@ -18,9 +18,13 @@ class KeptWeights:
     Parameters with another address or version are quantized again, for example after load_state_dict. A write into
     `parameter.data` changes neither, so whoever does that has to call `clear`. The engine does after DeepSpeed's
     optimizers have written (engine/keeping.py).
+
+    `transposes`: keeps one form, of which backward makes the transpose. Else the forms of forward and backward are
+    kept.
     """
 
-    def __init__(self):
+    def __init__(self, transposes: bool = False):
+        self.transposes = transposes
         self.clear()
 
     def clear(self) -> None:
@@ -53,4 +57,4 @@ class KeptWeights:
                 return None
             self.clear()
             self._parameters, self._state = tuple(weights), state
-        return self._backward if transposed else self._forward
+        return self._backward if transposed and not self.transposes else self._forward

@@ -2,14 +2,17 @@
 """FlashAdamW of flashoptim by the config and as the user's own optimizer trains as torch's AdamW does. Without a GPU,
 it keeps its moments in float32."""
 
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ds_mxfp8_moe
+from ds_mxfp8_moe.compat import zero
 from ds_mxfp8_moe.config import ConfigError
 from ds_mxfp8_moe.engine.flash_adamw import about_masters
 from tests.support.autoep_models import ds_config, engine_of, model, train_engine, weights
@@ -37,7 +40,9 @@ def started(stage: int, how: str, directory=None, **changes):
     del config["zero_allow_untested_optimizer"]
     given = {"model_parameters": without_decay(net)}
     if how == "by the config":
-        config["optimizer"] = {"type": "FlashAdamW", "params": {**ADAMW, **ON_CPU}}
+        # Without a GPU, nothing corrects masters in bf16.
+        bits = {"master_weight_bits": None} if "bf16" in changes else {}
+        config["optimizer"] = {"type": "FlashAdamW", "params": {**ADAMW, **ON_CPU, **bits}}
     elif how == "torch's":
         config["optimizer"] = {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}}
     else:
@@ -69,21 +74,57 @@ def test_trains_as_torchs_adamw(ranks2, stage):
     assert_trains_alike(ranks2.run(trained, stage, "by the user"), expected)
 
 
-def resumed(directory, stage: int) -> tuple[list[float], list[float]]:
+def resumed(directory, stage: int, changes: dict) -> tuple[list[float], list[float]]:
     """The losses of eight micro-batches in a run, and of the last four in a run that resumes there."""
-    engine = started(stage, "by the config")
+    engine = started(stage, "by the config", **changes)
     losses = train_engine(engine, range(4))
     engine.save_checkpoint(directory)
     losses += train_engine(engine, range(4, 8))
-    again = started(stage, "by the config")
+    again = started(stage, "by the config", **changes)
     again.load_checkpoint(directory)
     return losses, train_engine(again, range(4, 8))
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=WIDE), 3])
-def test_a_checkpoint_goes_on_with_the_same_bits(ranks2, tmp_path, stage):
-    for losses, last in ranks2.run(resumed, tmp_path, stage):
+BF16_MASTERS = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+
+
+@pytest.mark.parametrize("stage, changes", [
+    (1, {}), pytest.param(2, {}, marks=WIDE), (3, {}), (1, BF16_MASTERS), pytest.param(3, BF16_MASTERS, marks=WIDE)],
+    ids=str)
+def test_a_checkpoint_goes_on_with_the_same_bits(ranks2, tmp_path, stage, changes):
+    for losses, last in ranks2.run(resumed, tmp_path, stage, changes):
         assert losses[4:] == last
+
+
+def with_bf16_masters(directory, stage: int, shared: bool) -> tuple:
+    """Losses of eight micro-batches with a checkpoint after four of them, weights, whether all masters lie in the
+    weights' memory, and how many bytes the checkpoint's optimizer has."""
+    with nullcontext() if shared else mock.patch.object(zero, "_share_masters"):
+        engine = started(stage, "by the config", **BF16_MASTERS)
+        losses = train_engine(engine, range(4))
+        engine.save_checkpoint(directory)
+        losses += train_engine(engine, range(4, 8))
+        zero1 = engine.optimizer
+        alike = all(master.data_ptr() == partitions[dist.get_rank(group=group)].data_ptr()
+                    for master, partitions, group in zip(
+                        zero1.single_partition_of_fp32_groups, zero1.parallel_partitioned_bit16_groups,
+                        zero1.real_dp_process_group, strict=True))
+        engine.offload_states()
+        engine.reload_states()
+        losses += train_engine(engine, range(8, 10))
+    files = sum(path.stat().st_size for path in directory.glob("*/*optim_states.pt"))
+    return losses, weights(engine), alike, files
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=WIDE)])
+def test_bf16_masters_are_the_weights(ranks2, tmp_path, stage):
+    for one, other in zip(ranks2.run(with_bf16_masters, tmp_path / "shared", stage, True),
+                          ranks2.run(with_bf16_masters, tmp_path / "apart", stage, False), strict=True):
+        (losses, found, alike, size), (wanted_losses, wanted, apart, wanted_size) = one, other
+        assert alike and not apart
+        assert losses == wanted_losses
+        assert all(map(torch.equal, found.values(), wanted.values()))
+        assert size == pytest.approx(wanted_size, rel=0.01)
 
 
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}

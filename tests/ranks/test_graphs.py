@@ -251,7 +251,8 @@ def test_what_two_layers_read_gets_both_gradients(one):
     with emulated():
         x, added = (leaf * 2 for leaf in leaves)
         form, _ = graphed.form_of((x, added), {})
-        replayed = graphed.captured({layer: graphed.Call(Added.forward, form, [None, None]) for layer in layers}, set())
+        calls = {layer: graphed.Call(Added.forward, form, [None, None]) for layer in layers}
+        replayed = graphed.captured(calls, set())
         for call in (lambda layer, *args: replayed[layer](list(args)), lambda layer, *args: layer(*args)):
             x, added = (leaf * 2 for leaf in leaves)
             for layer in layers:

@@ -18,6 +18,7 @@ from ds_mxfp8_moe.engine import keeping
 from ds_mxfp8_moe.ffn import kept_weights
 from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.ffn.kept_weights import KeptWeights
+from ds_mxfp8_moe.layers.experts import converted_layers
 from ds_mxfp8_moe.transport.local import Local
 from tests.support.autoep_models import autoep_layers, train_engine
 from tests.support.autoep_models import batch as token_ids
@@ -106,14 +107,18 @@ def test_micro_batches_and_recomputations_cast_each_weight_once(request, name):
     assert_same_bits_and_casts(results, case.without, case.kept, case.later)
 
 
-def decided(layout, free=None, way="stored"):
-    """Without the key, with `free` bytes free on the last rank: what `trained` returns, and what was said."""
+def decided(layout, free=None, way="stored", retries=None, **keys):
+    """Without the key, with `free` bytes free on the last rank: what `trained` returns, and what was said.
+
+    `retries`: of the allocator, as they are counted one after the other.
+    """
     last = dist.get_rank() == dist.get_world_size() - 1
     memory = mock.patch.object(keeping, "free_bytes", lambda: free) if free is not None and last else (
         contextlib.nullcontext())
-    with contextlib.redirect_stdout(io.StringIO()) as said, memory:
-        without_key = trained(layout, DEFAULT, way)
-    return (trained(layout, NEVER, way), without_key), said.getvalue()
+    counting = mock.patch.object(keeping, "_retries", side_effect=retries) if retries else contextlib.nullcontext()
+    with contextlib.redirect_stdout(io.StringIO()) as said, memory, counting:
+        without_key = trained(layout, {**DEFAULT, **keys}, way)
+    return (trained(layout, {**NEVER, **keys}, way), without_key), said.getvalue()
 
 
 @pytest.mark.parametrize("layout, free, way, first, later, said", [
@@ -128,6 +133,30 @@ def test_without_the_key_the_first_step_decides(ranks2, layout, free, way, first
         assert found == records and all(torch.equal(end[name], found_end[name]) for name in end)
         assert counts == [first] * 3 and found_counts == [first, later, later]
     assert (said in results[0][1]) if said else "weights are" not in results[0][1]
+
+
+def test_with_less_memory_one_form_is_kept(ranks2):
+    layout = replace(ZERO_2, steps=3)
+    size = ranks2.run(bytes_of_one_form, layout)[0]
+    results = ranks2.run(decided, layout, 3 * size, scale_block_size=128)
+    for ((records, end, counts), (found, found_end, found_counts)), _ in results:
+        assert found == records and all(torch.equal(end[name], found_end[name]) for name in end)
+        assert counts == [2 * CASTS] * 3 and found_counts == [2 * CASTS, CASTS // 2, CASTS // 2]
+
+
+def bytes_of_one_form(layout) -> int:
+    reset_deepspeed_groups()
+    engine = make_engine(layout, DEFAULT, None)
+    size = keeping._bytes(converted_layers(engine.module))
+    engine.destroy()
+    return size
+
+
+def test_without_memory_nothing_is_kept_any_more(ranks2):
+    results = ranks2.run(decided, replace(ZERO_2, steps=4), retries=[0, 0, 0, 1])
+    for ((records, _, _), (found, _, found_counts)), said in results:
+        assert found == records and found_counts == [2 * CASTS, CASTS, CASTS, 2 * CASTS]
+        assert "MXFP8 weights are not kept any more on this rank" in said
 
 
 def test_a_skipped_step(ranks2):
