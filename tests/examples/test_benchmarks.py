@@ -2,6 +2,7 @@
 """The benchmarks: wrong results are noticed, every script runs with tiny sizes, and pages say what result files
 say."""
 
+import importlib
 import io
 import json
 import re
@@ -36,7 +37,6 @@ from lib import gains, models, paired, results_file, show, timing, trainings, wo
 from lib.show import Measure, bar
 from lib.timing import Contender
 from tests.support import emulator
-from tests.support.benchmark_runs import run_script
 from tests.support.launched_model import MODEL
 from tests.support.rank_pool import free_port
 from tests.support.slow import slow_except
@@ -407,6 +407,31 @@ def test_the_script_for_two_nodes(ranks4, tmp_path):
 # ---- scripts --------------------------------------------------------------------------------------------------------
 
 BRIEF = "--budget", "0.001", "--seconds", "600"
+
+
+def run_script(name: str, out: Path, *arguments, **constants) -> list[dict]:
+    """Runs a script's `main` on this rank, whose process group stays. Returns the rows of its result file.
+
+    All of them are right, and the plot is there.
+
+    Args:
+        name: of the script's module.
+        constants: of the module, for this run.
+    """
+    module = importlib.import_module(name)
+    argv = [f"{name}.py", "--out", *map(str, (out, *arguments))]
+    with (mock.patch.object(sys, "argv", argv), mock.patch.object(world, "start"),
+          mock.patch.dict(vars(module), constants),
+          mock.patch.object(world, "FAILURES", []),  # the ranks of other tests met some
+          mock.patch.object(world, "leave") as left):
+        module.main()
+    world.barrier()
+    left.assert_called_once_with("")
+    result = json.loads(out.read_text())
+    wrong = [row for row in result["rows"] if not row["correct"]]
+    assert result["rows"] and not wrong, wrong
+    assert result["benchmark"] == module.SHOWN.benchmark and out.with_suffix(".png").exists()
+    return result["rows"]
 
 
 class NVLink(Collective):

@@ -20,7 +20,6 @@ from tests.support import emulator
 from tests.support.all_to_all_cases import CASES, Call, Case
 from tests.support.emulated_nvshmem import FAILURES, Library, machine
 from tests.support.rank_pool import KEPT_GROUPS
-from tests.support.refusing_memory import Refusing
 from tests.support.slow import WIDE
 
 CPU = torch.device("cpu")
@@ -180,7 +179,7 @@ def without_staging() -> list[str]:
     memory, call = new_memory("peers"), Call(Case(), CPU)
     a2a = cases.make(Case(), memory)
     wrong = cases.check(call, a2a, 0)
-    with mock.patch.object(memory, "_provider", Refusing), pytest.raises(RuntimeError, match="none is left"):
+    with mock.patch.object(memory, "_provider", emulator.Refusing), pytest.raises(RuntimeError, match="none is left"):
         memory.reserve(memory.half_bytes + 1, "a larger batch")
     return wrong + cases.check(call, a2a, 0)
 

@@ -101,19 +101,15 @@ QUICK = {
 }
 SLOW = {
     "four ranks": ("ranks4", Case(2)),
-    "zero1, whole experts": ("ranks2", Case(1, 1)),
     "zero2": ("ranks2", Case(2)),
     "zero3, whole experts": ("ranks2", Case(3, 1)),
     "zero3": ("ranks2", Case(3, targets=ALL)),
-    "mixtral": ("ranks2", Case(1, family="mixtral", targets=ALL)),
     "deepseek_v3": ("ranks2", Case(1, family="deepseek_v3", targets=ALL)),
     "gpt_oss, zero3": ("ranks2", Case(3, family="gpt_oss")),
     "left out": ("ranks2", Case(2, family="gpt_oss", section={"enabled": True, "exclude": [".*"]})),
     "whole gate": ("ranks2", Case(0, family="qwen2_moe", targets={"target_modules": [
         "q_proj", "shared_expert.up_proj"], "modules_to_save": ["shared_expert_gate"]})),
     "recomputed": ("ranks2", Case(3, checkpointing=True)),
-    "nemotron_h, zero1": ("ranks2", Case(1, family="nemotron_h", targets=UP)),
-    "aria, zero1": ("ranks2", Case(1, family="aria", both=True)),
 }
 
 

@@ -26,7 +26,6 @@ from tests.support import nvlink_cases as cases
 from tests.support.conformance import MX32, PLAIN, Problem, check, expected, same, until
 from tests.support.emulated_nvlink import DEADLINE, Watched, new_memory, nvlink
 from tests.support.nvlink_cases import NAME
-from tests.support.refusing_memory import Refusing
 from tests.support.slow import slow_except
 
 SPARE_SECONDS = 15  # for a busy machine
@@ -108,7 +107,7 @@ def refused(provider: type, text: str) -> None:
         PeerMemory(memory.group, memory.extension, provider=provider)
 
 
-@pytest.mark.parametrize("provider, text", [(Refusing, "rank 1: MemoryError: none is left"),
+@pytest.mark.parametrize("provider, text", [(emulator.Refusing, "rank 1: MemoryError: none is left"),
                                             (Unreachable, "rank 1: RuntimeError: peer access is refused")])
 def test_memory_that_one_rank_lacks_or_does_not_reach_raises_on_every_rank(ranks2, provider, text):
     ranks2.run(refused, provider, text)

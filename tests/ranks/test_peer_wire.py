@@ -4,6 +4,7 @@ through the host, whatever the order of stores, and only the memory of a hop's r
 
 from datetime import timedelta
 from functools import cache
+from typing import Any
 from unittest import mock
 
 import deepspeed.comm as dist
@@ -17,14 +18,28 @@ from ds_mxfp8_moe.transport.hops import Hops
 from ds_mxfp8_moe.transport.kernel_reports import KernelReports
 from ds_mxfp8_moe.transport.nvshmem import NVSHMEMWire
 from ds_mxfp8_moe.transport.peer_memory import PeerMemory
+from ds_mxfp8_moe.transport.wires import Alone, PeerWire, RowWire
 from tests.support import emulator
 from tests.support.conformance import HARD, PLAIN, PROBLEMS, Problem, check, without_an_empty_rank
-from tests.support.peer_wires import FIRST_EPOCH, peer_hops
 from tests.support.rank_pool import KEPT_GROUPS, set_timeout
 from tests.support.slow import slow_except
 
 DEADLINE = timedelta(seconds=4)  # kernels wait for nine sixteenths of it
+FIRST_EPOCH = 0xFFFFFFF0  # wraps within the first cases
 pytestmark = pytest.mark.usefixtures("emulated")
+
+
+def peer_hops(group: Any, node_size: int) -> Hops:
+    """The group's hops, each over peer memory on one or two multiprocessors. Collective."""
+    host, module = Hops.of(group, node_size), emulator.load(dist.get_rank())
+
+    def wire(ranks: list, sms: int) -> RowWire:
+        if len(ranks) == 1:
+            return Alone(ranks)
+        with mock.patch.object(peer_memory, "FIRST_BYTES", 1 << 20):  # so that it grows
+            return PeerWire(PeerMemory(group, module, FIRST_EPOCH, emulator.Shared, ranks, host.node_of), sms)
+
+    return Hops.over(group, host.node_of, node_size, wire(host.between.ranks, 1), wire(host.inside.ranks, 2))
 
 
 @cache

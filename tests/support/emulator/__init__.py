@@ -166,3 +166,13 @@ def _shared(declaration: re.Match) -> str:
         text += (f"static thread_local emulator::Shared<{kind}{size}> {name}_of_block; "
                  f"auto &{name} = {name}_of_block.value; ")
     return text
+
+
+class Refusing(Shared):
+    """Rank 1 has no memory left."""
+
+    @staticmethod
+    def empty(size, device):
+        if dist.get_rank() == 1:
+            raise MemoryError("none is left")
+        return Shared.empty(size, device)
