@@ -89,11 +89,6 @@ def check_case(case: Problem, times: int = 2) -> None:
     memory().reports.check()
 
 
-def check_by(check: str, *args, **keys) -> None:
-    """Runs one of nvlink_cases' checks with these options of the transport."""
-    getattr(cases, check)(*args, dataclasses.replace(nvlink(), **keys))
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_same_bits(pool, name):
     pool.run(check_case, CASES[name], seconds=SECONDS)
@@ -313,15 +308,6 @@ def test_what_does_not_fit_in_a_replay_raises_before_the_step(pool):
 
 
 DROPPING = {"capacity_factor": 1.0, "on_overflow": "drop"}
-
-
-@pytest.mark.parametrize("change", [{}, {"row_format": MX128, "dtype": FP32}, {"hidden": 2048, "row_format": MX32},
-                                    {"local_experts": 3, "routing": "one rank", "top_k": 3},
-                                    {"local_experts": 4, "routing": "skewed", "top_k": 4, "row_format": MX128},
-                                    {"local_experts": 1, "tokens": (5000, ) * 8}], ids=str)
-def test_rows_that_do_not_fit_are_dropped(pool, change):
-    case = Problem(**{"tokens": (400, ) * 8, "top_k": 2, "local_experts": 1, "routing": "one expert"} | change)
-    pool.run(check_by, "check_dropped", case, **DROPPING, seconds=SECONDS)
 
 
 def dropped_in_replays() -> tuple:

@@ -112,11 +112,6 @@ def test_gate_equal_to_the_bit_and_bf16_recipe_equal_to_rounding(ranks2, name, r
     ranks2.run(same_as_plain, GATES[name], {"recipe": recipe})
 
 
-@pytest.mark.parametrize("ep_size", [4, 2, 1])
-def test_on_four_ranks_and_on_smaller_groups(ranks4, ep_size):
-    ranks4.run(same_as_plain, dict(k=2, ep_size=ep_size), {"recipe": "bf16"})
-
-
 def evaluates_alone():
     model = converted(make(k=2))
     with pytest.raises(PeerError) as caught, torch.set_grad_enabled(dist.get_rank() == 1):

@@ -14,23 +14,10 @@ import torch
 import ds_mxfp8_moe
 from tests.support.adapted_models import build, plain_losses
 from tests.support.autoep_models import model
-from tests.support.checkpointed_net import WAYS, CheckpointedNet
-from tests.support.models import (
-    BF16,
-    DEFAULT,
-    HIDDEN,
-    Block,
-    Layout,
-    SwiGLU,
-    gelu_mlp,
-    make_engine,
-    moe_layer,
-    parameters,
-    pipeline,
-    train_steps,
-)
+from tests.support.checkpointed_net import WAYS
+from tests.support.models import BF16, DEFAULT, HIDDEN, Block, SwiGLU, gelu_mlp, moe_layer
 from tests.support.rank_pool import reset_deepspeed_groups
-from tests.support.slow import WIDE, slow_except
+from tests.support.slow import slow_except
 
 COLLECTIVES = ("all_to_all_single", "all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "barrier")
 
@@ -125,43 +112,6 @@ def test_recomputation_gives_the_same_bits_and_exchanges(ranks2, case, section, 
                 assert len(again["calls"]) == len(stored["calls"]) + stored["forward"]
     given = CASES[case][0]
     assert [run["stored"]["rows"] for run in results] == [n * (2 if kind == "top2-swiglu" else 1) for n in given]
-
-
-def model_of(layout, way):
-    """`way`: of WAYS. Of a pipeline, it is the number of layers that are recomputed together, 0 for none."""
-    torch.manual_seed(layout.seed)
-    if layout.stages > 1:
-        return pipeline(layout, activation_checkpoint_interval=way, activation_checkpoint_func=WAYS["deepspeed"])
-    return CheckpointedNet(way, layout.ep_size, **layout.moe)
-
-
-def train_every_way(layout, ways):
-    runs = []
-    for way in ways:
-        reset_deepspeed_groups()
-        engine = make_engine(layout, DEFAULT, model_of(layout, way))
-        runs.append((train_steps(engine, layout), parameters(engine)))
-        engine.destroy()
-    return runs
-
-
-IN_ENGINES = ["stored", "reentrant", "non-reentrant", "deepspeed"]
-
-
-@pytest.mark.parametrize("ranks, ways, layout", [
-    pytest.param("ranks2", IN_ENGINES, Layout(zero=1, moe={"use_residual": True}), id="zero1-residual",
-                 marks=WIDE),
-    pytest.param("ranks2", IN_ENGINES, Layout(zero=2, dtype="bf16", config={"gradient_accumulation_steps": 2}),
-                 id="zero2-accumulation", marks=WIDE),
-    pytest.param("ranks4", [0, 1, 2], Layout(stages=2, zero=1, dtype="bf16",
-                                             config={"gradient_accumulation_steps": 3}), id="pipeline"),
-])
-@pytest.mark.slow
-def test_recomputation_inside_an_engine(request, ranks, ways, layout):
-    for (steps, end), *others in request.getfixturevalue(ranks).run(train_every_way, layout, ways):
-        for way, (other_steps, other_end) in zip(ways[1:], others, strict=True):
-            assert other_steps == steps, way
-            assert [name for name, p in end.items() if not torch.equal(p, other_end[name])] == [], way
 
 
 def twice_before_backward(section, way):

@@ -113,12 +113,11 @@ class WithoutAux(nn.Module):
         return self.block(x)[0]
 
 
-def pipeline(layout: "Layout", **arguments) -> PipelineModule:
+def pipeline(layout: "Layout") -> PipelineModule:
     """The layers of Net, without the auxiliary losses, in `layout.stages` stages of equal length."""
     first, second = (WithoutAux(block) for block in blocks(layout.ep_size, **layout.moe))
     layers = [nn.Linear(HIDDEN, HIDDEN), first, second, nn.Linear(HIDDEN, HIDDEN)]
-    return PipelineModule(layers, num_stages=layout.stages, partition_method="uniform", loss_fn=mse,
-                          **arguments)
+    return PipelineModule(layers, num_stages=layout.stages, partition_method="uniform", loss_fn=mse)
 
 
 @dataclass(frozen=True)
