@@ -10,13 +10,16 @@ from tests.support.graph_cases import (
     BF16,
     SLIDING,
     both,
+    checkpointed,
     evaluation,
+    half_checkpointed,
     kept_losses,
     kept_outputs,
     lengths,
     padded,
     pairs,
     plainly,
+    reentrant,
     thrown_away,
     uneven,
 )
@@ -32,7 +35,8 @@ def exactly():
 @pytest.mark.parametrize("stage, steps_of, train, dropout", [
     (0, 1, plainly, 0), (1, 3, plainly, 0), (2, 2, plainly, 0.1), (1, 2, lengths, 0), (1, 1, evaluation, 0.1),
     (2, 1, pairs, 0), (1, 2, thrown_away, 0), (1, 2, kept_losses, 0), (2, 1, uneven, 0),
-    (1, 1, padded, 0), (1, 1, kept_outputs, 0)],
+    (1, 1, padded, 0), (1, 1, kept_outputs, 0), (1, 2, checkpointed, 0), (1, 1, checkpointed, 0.1),
+    (2, 2, reentrant, 0.1), (1, 2, half_checkpointed, 0)],
     ids=lambda value: getattr(value, "__name__", str(value)))
 def test_graphs_train_alike(gpu_ranks, stage, steps_of, train, dropout):
     for losses, weights, lines, _ in gpu_ranks.run(both, train, "qwen3_moe", stage, steps_of, BF16, exactly, **SIZES,
