@@ -21,27 +21,21 @@ def _memory_slowness(device: torch.device) -> float:
     return 4.82e12 / bytes_per_s if bytes_per_s else 1.0
 
 
-def min_tokens_per_expert(given: int | None, formula: ExpertFormula, recipe: Recipe, num_local_experts: int,
-                          device: torch.device, casts: float = 1) -> float:
-    """The fewest tokens per expert, on average, with which a layer runs its recipe. With fewer it runs bf16.
+def break_even_tokens(formula: ExpertFormula, recipe: Recipe, num_local_experts: int, device: torch.device,
+                      casts: float = 1) -> float:
+    """The tokens per expert, on average, from which on an MXFP8 recipe is as fast as bf16 in forward and backward.
 
     Args:
-        given: the value of the config's key. With None, the number at which the recipe becomes as fast as bf16 in
-            forward and backward.
         num_local_experts: experts of one rank.
         device: where the layer will run.
         casts: how often the weights are cast for each forward and backward. 0: they are frozen, and kept.
 
     Returns:
-        The same number on ranks with equal GPUs. It is math.inf if the recipe is never faster. It is 0 if the layer
-        always runs its recipe, as on devices where nothing was measured.
+        The same number on ranks with equal GPUs. It is math.inf if the recipe is never faster. It is 0 on devices
+        where nothing was measured.
 
     The formula was fitted to times of an H100 and of an H200 (examples/guides/measurements.md).
     """
-    if not recipe.quantize_gemm:
-        return 0
-    if given is not None:
-        return given
     if capability(device) != (9, 0) or recipe.block_size != TILE:
         return 0
     shapes = formula.shapes()

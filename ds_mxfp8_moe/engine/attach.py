@@ -41,6 +41,7 @@ def attach(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> ConversionReport:
         ConfigError: sections differ between ranks, or a layer was converted differently. Raised on every rank.
         RuntimeError: ranks run different code, raised on every rank. Or another rank could not convert its layers.
     """
+    remember_engine(engine)
     report = _converted(engine, config)
     if config.enabled or converted_layers(engine.module):
         make_moe_engine(engine)
@@ -101,7 +102,6 @@ def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | st
     engine = engine_of(model_or_engine) or next(
         (one for one in engines_alive() if one.module is model_or_engine), None)
     if engine is not None:
-        remember_engine(engine)
         report = attach(engine, section)
         if not section.enabled:
             log_on_rank_0(report)

@@ -12,6 +12,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe import layer as deepspeed_layer
 from deepspeed.moe.experts import Experts
@@ -20,10 +21,8 @@ from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
 from ..compat.private_names import missing
-from ..compute.crossover import min_tokens_per_expert
 from ..compute.formula import Activation, ExpertFormula, ExpertWeights, NotRecognized
-from ..config import ConfigError, MXFP8MoEConfig, Recipe, current_device, resolve
-from ..ffn.expert_math import unquantized
+from ..config import ConfigError, MXFP8MoEConfig
 from ..layers.adapters import outermost_wrapper, wrappers_of
 from ..layers.classic import MXFP8MOELayer
 from ..layers.experts import ExpertBlock, MXFP8Experts
@@ -128,13 +127,12 @@ def convert_layers(model: torch.nn.Module, config: MXFP8MoEConfig, broken: str =
     Raises:
         ConfigError: a layer holds its experts in MXFP8 alone, and this section would compute them without MXFP8.
     """
-    recipe = resolve(config, *current_device())
     _refuse_to_leave_mxfp8(model, config, broken)
-    shared = shared_parameters(model)
+    shared, device = shared_parameters(model), torch.device(get_accelerator().device_name())
     layers = []
     for name, module in list(model.named_modules()):
         if isinstance(module, ExpertBlock):
-            layers.append(_convert_experts(name, module, config, recipe, broken))
+            layers.append(_convert_experts(name, module, config, device, broken))
             continue
         if not isinstance(module, (deepspeed_layer.MoE, AutoEPMoELayer)):
             continue
@@ -153,10 +151,8 @@ def convert_layers(model: torch.nn.Module, config: MXFP8MoEConfig, broken: str =
             layers.append(LayerReport(label, kind, False, f"{reason}; it runs DeepSpeed's own path"))
             continue
         inner = module.deepspeed_moe
-        fewest_tokens = min_tokens_per_expert(config.min_tokens_per_expert, formula, recipe, inner.num_local_experts,
-                                              torch.device(current_device()[0]))
-        settings = LayerSettings(name=label, formula=formula, recipe=recipe, config=config,
-                                 min_tokens_per_expert=fewest_tokens)
+        settings = LayerSettings(name=label, formula=formula, config=config,
+                                 num_local_experts=inner.num_local_experts, device=device)
         inner.__class__, inner.mxfp8_settings = MXFP8MOELayer, settings
         inner.mxfp8_experts = ExpertsAtConversion(inner.experts)
         inner.mxfp8_weights = ExpertWeights(inner.experts.deepspeed_experts, formula)
@@ -165,7 +161,7 @@ def convert_layers(model: torch.nn.Module, config: MXFP8MoEConfig, broken: str =
     return ConversionReport.of(layers, config)
 
 
-def _convert_experts(name: str, block: ExpertBlock, config: MXFP8MoEConfig, recipe: Recipe,
+def _convert_experts(name: str, block: ExpertBlock, config: MXFP8MoEConfig, device: torch.device,
                      broken: str) -> LayerReport:
     """Gives the experts of one block their settings. Those that may not run MXFP8 run in the model's dtype."""
     experts = block.experts
@@ -180,13 +176,12 @@ def _convert_experts(name: str, block: ExpertBlock, config: MXFP8MoEConfig, reci
     if reason and frozen:
         raise ConfigError(f"{name} {_MXFP8_ALONE}: {reason}")
     if reason:
-        recipe = unquantized(recipe)
-        config = config.model_copy(update={"enabled": False, "load_balance_coeff": None, "force_load_balance": False})
-    # Experts that are held in MXFP8 alone compute in it, however few tokens there are.
-    fewest_tokens = 0 if frozen else min_tokens_per_expert(
-        config.min_tokens_per_expert, formula, recipe, experts.num_local_experts, torch.device(current_device()[0]))
+        config = config.model_copy(update={"enabled": False, "recipe": "bf16", "load_balance_coeff": None,
+                                           "force_load_balance": False})
+    if frozen:  # experts that are held in MXFP8 alone compute in it, however few tokens there are
+        config = config.model_copy(update={"min_tokens_per_expert": 0})
     experts.mxfp8_settings = settings = LayerSettings(
-        name=name, formula=formula, recipe=recipe, config=config, min_tokens_per_expert=fewest_tokens,
+        name=name, formula=formula, config=config, num_local_experts=experts.num_local_experts, device=device,
         open_formula=experts.open_formula() if formula.activation is None else None)
     if reason:
         return LayerReport(name, "AutoEP", False, f"{reason}; its experts run in the model's dtype")

@@ -20,7 +20,6 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ..compat.private_names import say_if_missing
-from ..compute.crossover import min_tokens_per_expert
 from ..config import MXFP8MoEConfig
 from ..ffn.kept_weights import KeptWeights
 from ..layers.experts import converted_layers
@@ -125,15 +124,11 @@ def _keep(engine: DeepSpeedEngine, layers: list, transposes: bool = False) -> No
 
     `transposes`: in one form.
     """
-    device = torch.device(get_accelerator().current_device_name())
     for layer in layers:
-        settings = layer.mxfp8_settings
         casts = 0 if _frozen(layer) else 1 / engine.gradient_accumulation_steps()
         if transposes:  # half of the casts. A transpose moves a third of the bytes of both casts
             casts = casts / 2 + 1 / 3
-        layer.mxfp8_settings = settings.below(min_tokens_per_expert(
-            settings.config.min_tokens_per_expert, settings.formula, settings.recipe, layer.num_local_experts, device,
-            casts))
+        layer.mxfp8_settings = layer.mxfp8_settings.with_casts(casts)
         if not math.isinf(layer.mxfp8_settings.min_tokens_per_expert):
             layer.mxfp8_kept = KeptWeights(transposes)
             engine._mxfp8.keeping.append(layer)

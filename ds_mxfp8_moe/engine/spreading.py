@@ -30,9 +30,8 @@ from ..compat.patches import lent
 from ..compute.formula import DTYPES
 from ..config import ConfigError, MXFP8MoEConfig
 from ..ffn.frozen_weights import FrozenWeights
-from ..layers.adapters import check_adapters, register_factors, take_wrappers, unwrapped
+from ..layers.adapters import check_adapters, has_adapters, register_factors, take_wrappers, unwrapped
 from ..layers.experts import expert_blocks, spread
-from ..layers.frozen_experts import wants_mxfp8
 from ..layers.held_experts import HeldExperts
 from ..ops.log import log_on_rank_0
 from ..recognition.stacked import DOWN, SPREAD_NAMES, Layout, is_stacked, shape_of
@@ -97,7 +96,9 @@ class _Spreading:
     def of(self, model: nn.Module, config: Any) -> "_Spreading":
         """As the constructor of AutoEP."""
         self.model, self.shared = model, shared_parameters(model)
-        self.holds_mxfp8 = wants_mxfp8(self.config, model)
+        # Users of PEFT save the adapters. So memory decides about frozen experts, if the key does not.
+        chosen = self.config.frozen_experts or ("mxfp8" if has_adapters(model) else "keep")
+        self.holds_mxfp8 = chosen == "mxfp8" and self.config.recipe != "bf16"
         return self
 
     def ep_parser(self) -> list[Found]:

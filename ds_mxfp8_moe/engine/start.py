@@ -26,7 +26,7 @@ from ..ops.log import log_on_rank_0
 from ..transport.agreement import compare_starts
 from .attach import attach
 from .flash_adamw import optimizer_of
-from .hooks import engines_alive, remember_engine
+from .hooks import engines_alive
 from .moe_engine import make_moe_engine
 
 # Whether `initialize` or `enable` reads the config of the engine that is being made.
@@ -193,7 +193,6 @@ def _becoming(plain: Callable, engine: DeepSpeedEngine, *args, **kwargs) -> None
 
 def _finish(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
     atexit.unregister(_say_unread)
-    remember_engine(engine)
     attach(engine, config)
 
 

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Spread experts whose weights are FrozenWeights, in place of the parameters w1, w2 and w3."""
 
-from typing import Any
 
 import torch
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from torch import nn
 
-from ..config import MXFP8MoEConfig
 from ..ffn.frozen_weights import FrozenWeights
-from .adapters import has_adapters
 
 
 def frozen_of(experts: nn.Module) -> FrozenWeights | None:
@@ -34,13 +31,3 @@ def checksums_of_frozen(model: nn.Module) -> dict[str, dict[str, int]]:
     return {name: {str(layer.ep_rank * layer.num_local_experts + i): checksum
                    for i, checksum in enumerate(frozen_of(layer.experts).checksums())}
             for name, layer in frozen_layers(model).items()}
-
-
-def wants_mxfp8(config: MXFP8MoEConfig, model: Any) -> bool:
-    """Whether frozen experts are to be held in MXFP8.
-
-    Without the key, they are where the model has adapters by PEFT: its users save the adapters, and memory decides.
-    """
-    if config.recipe == "bf16" or config.frozen_experts == "keep":
-        return False
-    return config.frozen_experts == "mxfp8" or has_adapters(model)

@@ -17,13 +17,11 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..compute.crossover import min_tokens_per_expert
 from ..compute.formula import ExpertFormula
 from ..compute.routing import Routes
-from ..config import MXFP8MoEConfig, resolve
+from ..config import MXFP8MoEConfig
 from ..ffn.expert_ffn import ExpertFFN
 from ..ffn.open_ffn import OpenFFN, OpenFormula
-from ..ops.device import capability
 from ..ops.log import log_on_rank_0
 from ..recognition.activation_proof import activation_of
 from ..recognition.stacked import is_concatenated
@@ -130,13 +128,12 @@ def _settings_of(experts: nn.Module, config: MXFP8MoEConfig, device: torch.devic
     formula = ExpertFormula("gated" if experts.has_gate else "mlp", None, hidden_size, ffn_size,
                             packed="gate_up" if experts.has_gate and not apart else "none",
                             **{role: role for role in weights})  # type: ignore[arg-type]
-    recipe = resolve(config, device.type, capability(device))
-    if recipe.quantize_gemm and (hidden_size % 32 or ffn_size % 32):
+    settings = LayerSettings(name=name, formula=formula if act is None else formula.with_act(act), config=config,
+                             num_local_experts=experts.num_experts, device=device)
+    if settings.recipe.quantize_gemm and (hidden_size % 32 or ffn_size % 32):
         raise ValueError(f"{name}: hidden size {hidden_size} and FFN size {ffn_size} are not both multiples of 32, as "
                          'MXFP8 needs them: use experts_implementation="grouped_mm"')
-    fewest = min_tokens_per_expert(config.min_tokens_per_expert, formula, recipe, experts.num_experts, device)
-    return LayerSettings(name=name, formula=formula if act is None else formula.with_act(act), recipe=recipe,
-                         config=config, min_tokens_per_expert=fewest)
+    return settings
 
 
 def _weights_of(experts: nn.Module, apart: bool) -> dict[str, torch.Tensor]:

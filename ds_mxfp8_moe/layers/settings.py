@@ -3,16 +3,19 @@
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 
+from ..compute.crossover import break_even_tokens
 from ..compute.formula import DTYPES, ExpertFormula
 from ..compute.routing import Routes
-from ..config import MXFP8MoEConfig, Recipe
+from ..config import MXFP8MoEConfig, Recipe, resolve
 from ..ffn.expert_ffn import ExpertFFN
 from ..ffn.open_ffn import OpenFFN, OpenFormula
+from ..ops.device import capability
 from ..routing.watch import watch
 from ..transport import Transport
 from ..transport.choose import choose
@@ -20,20 +23,36 @@ from ..transport.choose import choose
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSettings:
-    """What conversion decided for one layer.
+    """What conversion decided for one layer, and what follows from it.
 
     Attributes:
-        min_tokens_per_expert: with fewer rows per expert on average, the layer computes in bf16. 0: it never does.
+        num_local_experts: experts of one rank.
+        device: where the layer runs.
         open_formula: the model's own functions, where no kernel computes the formula. None: kernels do.
+        casts: how often the weights are cast for each forward and backward. 0: they are frozen, and kept.
     """
 
     name: str
     formula: ExpertFormula
-    recipe: Recipe
     config: MXFP8MoEConfig
-    min_tokens_per_expert: float
+    num_local_experts: int
+    device: torch.device
     open_formula: OpenFormula | None = None
+    casts: float = 1
     _chosen: dict = field(default_factory=dict, init=False, repr=False, compare=False)  # the group and its transport
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        return resolve(self.config, self.device.type, capability(self.device))
+
+    @cached_property
+    def min_tokens_per_expert(self) -> float:
+        """With fewer rows per expert on average, the layer computes in bf16. 0: it never does."""
+        if not self.recipe.quantize_gemm:
+            return 0
+        given = self.config.min_tokens_per_expert
+        return given if given is not None else break_even_tokens(
+            self.formula, self.recipe, self.num_local_experts, self.device, self.casts)
 
     def choose_transport(self, group: ProcessGroup | None) -> Transport:
         """The layer's transport over its expert-parallel group. The first call chooses it, later calls return it.
@@ -45,9 +64,9 @@ class LayerSettings:
             self._chosen[group] = choose(group, self.name, self.config)
         return self._chosen[group]
 
-    def below(self, fewest: float) -> "LayerSettings":
-        """These settings with another `min_tokens_per_expert`."""
-        changed = replace(self, min_tokens_per_expert=fewest)
+    def with_casts(self, casts: float) -> "LayerSettings":
+        """These settings with another number of `casts`."""
+        changed = replace(self, casts=casts)
         changed._chosen.update(self._chosen)
         return changed
 

@@ -12,6 +12,7 @@ from ds_mxfp8_moe import ConfigError, MXFP8MoEConfig, convert
 from ds_mxfp8_moe.compute import crossover
 from ds_mxfp8_moe.engine.attach import build_executor
 from ds_mxfp8_moe.engine.convert import alike
+from ds_mxfp8_moe.layers.experts import converted_layers
 from ds_mxfp8_moe.ops.op_builder import replay
 from tests.support.models import HIDDEN
 from tests.support.small_model import Block, Model
@@ -63,7 +64,10 @@ def test_a_section_that_leaves_no_layer_is_a_warning(capsys, section, line):
 
 def test_says_below_how_many_tokens_a_layer_runs_bf16(monkeypatch):
     assert "bf16 below" not in convert(Model()).layers[0].detail  # CPUs have no threshold
-    assert ", bf16 below 7 tokens per expert," in convert(Model(), {"min_tokens_per_expert": 7}).layers[0].detail
+    model, given = Model(), {"min_tokens_per_expert": 7}
+    assert ", bf16 below 7 tokens per expert," in convert(model, given).layers[0].detail
+    convert(model, given | {"recipe": "bf16"})  # which has nothing to leave out
+    assert [layer.mxfp8_settings.min_tokens_per_expert for layer in converted_layers(model)] == [0, 0]
     monkeypatch.setattr(crossover, "capability", lambda device: (9, 0))
     monkeypatch.setattr(crossover, "_memory_slowness", lambda device: 1)
     section = {"scale_block_size": 128}

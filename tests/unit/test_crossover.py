@@ -40,8 +40,8 @@ def test_lies_where_it_was_measured(recipe_name, slowness, shape, monkeypatch):
                             down="down")
     recipe = resolve(MXFP8MoEConfig(recipe=recipe_name, scale_block_size=128), "cpu")
 
-    def fewest(given=None, formula=formula, recipe=recipe, device=GPU, casts=1):
-        return crossover.min_tokens_per_expert(given, formula, recipe, experts, device, casts)
+    def fewest(formula=formula, recipe=recipe, device=GPU, casts=1):
+        return crossover.break_even_tokens(formula, recipe, experts, device, casts)
 
     assert fewest(device=CPU) == 0
     monkeypatch.setattr(crossover, "capability", lambda device: (9, 0))
@@ -49,7 +49,6 @@ def test_lies_where_it_was_measured(recipe_name, slowness, shape, monkeypatch):
     loses, wins = MEASURED[recipe_name, slowness][shape]
     assert loses < fewest() <= wins
     assert fewest(casts=0) < fewest(casts=1 / 8) < fewest() or math.isinf(fewest(casts=0))
-    assert fewest(given=7) == 7 and fewest(given=7, recipe=replace(recipe, quantize_gemm=False)) == 0
     assert fewest(recipe=replace(recipe, block_size=32)) == 0
     assert fewest(formula=replace(formula, hidden_size=512, ffn_size=256)) == math.inf
 

@@ -9,10 +9,15 @@ import pytest
 from ds_mxfp8_moe import convert
 from ds_mxfp8_moe.engine import keeping
 from ds_mxfp8_moe.engine.state import EngineState
+from ds_mxfp8_moe.layers import settings
 from ds_mxfp8_moe.layers.experts import converted_layers
 from tests.support.small_model import Model
 
 pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+class Engine(SimpleNamespace):
+    """Takes weak references."""
 
 
 @pytest.mark.parametrize("of_one_cast, thresholds, said", [
@@ -25,13 +30,13 @@ def test_the_threshold_counts_the_casts_that_are_made(monkeypatch, capsys, of_on
     layers = converted_layers(model)
     transports = [layer.mxfp8_settings.choose_transport(None) for layer in layers]
 
-    def fewest(given, formula, recipe, experts, device, casts):
-        assert (given, experts) == (None, 4)
+    def fewest(formula, recipe, experts, device, casts):
+        assert experts == 4
         return of_one_cast if math.isinf(of_one_cast) else of_one_cast * casts
 
-    monkeypatch.setattr(keeping, "min_tokens_per_expert", fewest)
+    monkeypatch.setattr(settings, "break_even_tokens", fewest)
     capsys.readouterr()
-    engine = SimpleNamespace(gradient_accumulation_steps=lambda: 4, _mxfp8=EngineState())
+    engine = Engine(gradient_accumulation_steps=lambda: 4, _mxfp8=EngineState())
     keeping._keep(engine, layers)
     assert [layer.mxfp8_settings.min_tokens_per_expert for layer in layers] == thresholds
     assert [layer.mxfp8_settings.choose_transport(None) for layer in layers] == transports

@@ -153,7 +153,9 @@ def our_step(shape: Shape, case: Case, name: str, min_tokens_per_expert: int | N
                "down": [_leaf(shape.down_EHF[e]) for e in range(E)]}
     formula = ExpertFormula("gated", "silu", case.dim, F, up="up", gate="gate", down="down")
     chosen = recipe(**RECIPES[name])
-    fewest = crossover.min_tokens_per_expert(min_tokens_per_expert, formula, chosen, E, device())
+    fewest = min_tokens_per_expert
+    if fewest is None:
+        fewest = crossover.break_even_tokens(formula, chosen, E, device()) if chosen.quantize_gemm else 0
     ffn = ExpertFFN(formula, chosen, InPlace(counts), E, fewest)
     inputs = [_leaf(x_TH), _leaf(weight_T.view(-1, 1)), *chain(*weights.values())]
     expert_TK = torch.arange(E, device=device()).repeat_interleave(
