@@ -92,8 +92,8 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
     keep_quantized_weights: bool | None = _key(
         None, mxfp8=True, engine=True,
         origin="decided after the first step, by the casts that it saves and the memory that is free")
-    frozen_experts: Literal["mxfp8", "keep"] | None = _key(
-        None, origin="chosen: mxfp8 for models with adapters by PEFT, else keep")
+    frozen_experts: Literal["mxfp8", "mxfp4", "keep"] | None = _key(
+        None, origin="chosen: mxfp4 from files in MXFP4; else mxfp8 with adapters by PEFT, keep without")
     load_balance_coeff: float | None = _key(None, gt=0, le=1, allow_inf_nan=False, engine=True)
     metrics: MetricsConfig | None = _key(None, engine=True)
     graph_attention: bool | None = _key(
@@ -139,9 +139,10 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
         if self.on_overflow == "drop" and self.capacity_factor is None:
             problems.append('"on_overflow" is "drop", but without "capacity_factor" buffers fit the routing of each '
                             'step and nothing overflows: write a "capacity_factor", or leave "on_overflow" out')
-        problems += [f'"recipe" is "bf16", which quantizes nothing, but "{key}" is "mxfp8": leave one of the two out'
+        problems += [f'"recipe" is "bf16", which quantizes nothing, but "{key}" is "{getattr(self, key)}": leave '
+                     "one of the two out"
                      for key in (*FORMAT_KEYS, "preactivation_dtype", "frozen_experts")
-                     if key in written and self.recipe == "bf16" and getattr(self, key) == "mxfp8"]
+                     if key in written and self.recipe == "bf16" and getattr(self, key) in ("mxfp8", "mxfp4")]
         return problems
 
     def selects(self, module_name: str) -> bool:

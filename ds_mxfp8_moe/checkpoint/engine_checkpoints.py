@@ -334,9 +334,9 @@ class _Loading:
             listed = manifest.get("frozen_experts", {}).get(layer, {})
             if any(listed.get(expert, own) != own for expert, own in experts.items()):
                 raise RuntimeError(
-                    f"the frozen experts of {layer} are not those of the run that saved {folder}. They are held in "
-                    "MXFP8, which no checkpoint contains: this run has loaded another base model, or quantizes it "
-                    "differently (scaling_mode). Start from the same one. If the difference is meant, delete "
+                    f"the frozen experts of {layer} are not those of the run that saved {folder}. They are held "
+                    "quantized, in no checkpoint: this run has loaded another base model, or quantizes it differently "
+                    "(frozen_experts, scaling_mode). Start from the same one. If the difference is meant, delete "
                     f'"frozen_experts" from {folder / MANIFEST}')
         needs_same = (engine.zero_optimization_stage() > 0 and self.arguments["load_optimizer_states"]
                       and not self.arguments["load_module_only"] and not engine.zero_nvme_offload_optimizer())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tensors of a checkpoint are experts' weights, and these weights as tiles of MXFP8.
+"""Which tensors of a checkpoint are experts' weights, and these weights as FrozenWeights takes them.
 
 A checkpoint stores the experts of a block one by one or in a stack, in bf16, in block FP8 or in MXFP4. transformers'
 conversion mapping says which of the model's parameters they become.
@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from ..compute import casts
 from ..compute.block_fp8 import Rounding, above, from_block_fp8, from_mxfp4
 from ..compute.formula import DTYPES, gate_then_up
-from ..compute.mx import TILE, MXTensor
+from ..compute.mx import MXTensor
+from ..compute.mxfp4 import MXFP4Weights
+from ..ffn.frozen_weights import Weight
 from ..layers.held_experts import HeldExperts, gate_above_up
 from ..recognition.stacked import DOWN
 from .shards import ShardReader
@@ -113,27 +114,31 @@ def _check_converter(parameter: str, source: Source) -> None:
     if not EACH.issuperset(source.operations):
         done = ", ".join(source.operations)
         raise RuntimeError(f"{parameter} is made of a checkpoint's tensors by {done}, which is not "
-                           "supported for experts that are read in 8 bits: use transformers' from_pretrained")
+                           "supported for experts that are quantized while they are read: use transformers' "
+                           "from_pretrained")
 
 
 class ExpertTensors:
-    """The experts of one block in a checkpoint, as tiles of MXFP8 on a device."""
+    """The experts of one block in a checkpoint, on a device."""
 
     def __init__(self, shards: ShardReader, sources: dict[str, Source], name: str, experts: HeldExperts,
-                 dtype: torch.dtype, device: torch.device, scaling_mode: str, rounding: Rounding):
+                 dtype: torch.dtype, device: torch.device, rounding: Rounding):
         """Arguments:
             name: of the module `experts` in the model.
             dtype: of the model.
-            scaling_mode: for weights in high precision.
-            rounding: counts what changes of the others.
+            rounding: counts what changes of weights that are not in high precision.
         """
         self._shards, self._layout, self._name = shards, experts.layout, name
         self._to = {"device": device, "dtype": dtype}
-        self._scaling_mode, self._rounding = scaling_mode, rounding
+        self._rounding = rounding
         self._sources = {stack: sources.get(f"{name}.{stack}", Source()) for stack in self._layout.names}
         self._shapes = {stack: tuple(getattr(experts, stack).shape[1:]) for stack in self._layout.names}
 
-    def tiles(self, stack: str, expert: int) -> MXTensor:
+    @property
+    def in_mxfp4(self) -> bool:
+        return all("_blocks" in source.forms for source in self._sources.values())
+
+    def weight(self, stack: str, expert: int) -> Weight:
         """An expert's weight in the first GEMM, gate above up, or in the second one.
 
         Args:
@@ -178,7 +183,7 @@ class ExpertTensors:
             tensors.append(tensor)
         return tensors
 
-    def _of_mxfp4(self, stack: str, name: str, expert: int) -> MXTensor:
+    def _of_mxfp4(self, stack: str, name: str, expert: int) -> MXFP4Weights:
         parts = [self._read(stack, part, expert)[0].to(self._to["device"]) for part in ("_blocks", "_scales")]
         if stack != DOWN and not self._layout.is_concatenated:
             parts = [gate_then_up(part, dim=0) for part in parts]
@@ -198,7 +203,7 @@ class ExpertTensors:
         convert = gate_above_up if stack != DOWN and self._layout.has_gate else from_block_fp8
         return convert(" above ".join(names), whole, factors[0], self._rounding)
 
-    def _of_high_precision(self, stack: str, names: list[str], weights: list[torch.Tensor]) -> MXTensor:
+    def _of_high_precision(self, stack: str, names: list[str], weights: list[torch.Tensor]) -> list[torch.Tensor]:
         for name, weight in zip(names, weights, strict=True):
             if weight.dtype not in DTYPES:
                 raise TypeError(f"{name} has dtype {weight.dtype} and no scales in the checkpoint; expected "
@@ -206,7 +211,7 @@ class ExpertTensors:
         weight_1NK = self._convert(stack, [weight.to(**self._to) for weight in weights])
         _check_shape(names[0], weight_1NK[0], self._shapes[stack])
         parts = [self._layout.split_down(weight_1NK)] if stack == DOWN else self._layout.split_up(weight_1NK)
-        return casts.quantize_weights([part.contiguous() for part in parts], TILE, self._scaling_mode)[0]
+        return [part[0].contiguous() for part in parts]
 
     def _convert(self, stack: str, weights: list[torch.Tensor]) -> torch.Tensor:
         """What transformers' converter makes of one expert's tensors, as a stack of one."""
@@ -224,6 +229,6 @@ class ExpertTensors:
         return next(iter(found.values()))
 
 
-def _check_shape(name: str, weight: torch.Tensor, expected: tuple[int, int]) -> None:
+def _check_shape(name: str, weight: torch.Tensor | MXFP4Weights, expected: tuple[int, int]) -> None:
     if tuple(weight.shape) != expected:
         raise RuntimeError(f"{name} has shape {tuple(weight.shape)}; the model's config asks for {expected}")

@@ -26,7 +26,7 @@ from ..ops.log import log_on_rank_0
 from ..transport.agreement import check_same_arguments
 from ..transport.deadline import tell_peers, tell_peers_on_error
 from .gathering import Gather, given_engine, restore_persistent, unpartitioned
-from .published import ExpertStack, Published, published
+from .published import ExpertStack, FrozenRows, Published, published
 
 Format = Literal["model", "fp8"]
 
@@ -206,7 +206,8 @@ class _Experts:
         self.adapters = _adapters_of(stack.layer)
         if "gate" in self.local:
             self.adapters = _of_halves(self.adapters)
-        width = 1 if fp8 else max(casts.sample(w).element_size() for w in self.local.values())
+        width = 1 if fp8 else max((w.frozen if isinstance(w, FrozenRows) else casts.sample(w)).dtype.itemsize
+                                  for w in self.local.values())
         self.bytes_of_one = self.layer.ep_size * width * sum(N * K for N, K in stack.shapes.values())
 
     def bucket(self, part: slice) -> Iterator[Iterable[tuple[str, torch.Tensor]]]:
@@ -235,7 +236,7 @@ class _Experts:
             return
         for role, w_LNK in self.local.items():
             trained = _plain(w_LNK[one])
-            if recipe is not None and not isinstance(w_LNK, MXTensor):
+            if recipe is not None and not isinstance(w_LNK, FrozenRows):
                 mx = casts.quantize_weights([trained], recipe.block_size, recipe.scaling_mode)
                 trained = casts.dequantize(mx, torch.float32)
             rounding.add(trained.float(), self._unmerged(role, one))
@@ -284,11 +285,13 @@ def _plain(w_LNK: casts.Stack) -> torch.Tensor:
     return casts.dequantize(w_LNK, w_LNK.dtype) if isinstance(w_LNK, MXTensor) else casts.joined([w_LNK])
 
 
-def _local(weights: Any) -> casts.Stack | list[torch.Tensor]:
+def _local(weights: Any) -> Any:
     """Weights of an ExpertStack without ZeRO-3's partitions. Collective."""
     if isinstance(weights, tuple):
         return torch.cat([unpartitioned(rows) for rows in weights], dim=1)
-    return unpartitioned(weights) if isinstance(weights, torch.Tensor) else [one.detach() for one in weights]
+    if isinstance(weights, list):
+        return [one.detach() for one in weights]
+    return weights if isinstance(weights, FrozenRows) else unpartitioned(weights)
 
 
 def _adapters_of(layer: Any) -> dict[str, LowRank]:

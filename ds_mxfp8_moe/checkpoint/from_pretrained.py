@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads a Hugging Face model whose experts never exist in high precision: from the checkpoint's files into MXFP8.
+"""Loads a Hugging Face model whose experts never exist in high precision: from files into MXFP8 or MXFP4.
 
 transformers builds the model without memory and loads all of it but the experts. The experts' tensors are read from
 the files one by one, each rank only its own, and quantized on the device: bf16, block FP8 or MXFP4, single experts or
@@ -7,7 +7,7 @@ stacks of them.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -22,9 +22,8 @@ from torch import nn
 from ..compat.patches import lent, patched
 from ..compat.private_names import missing
 from ..compute.block_fp8 import Rounding
-from ..compute.mx import MXTensor
 from ..config import ConfigError, parse, read_ds_config, shown
-from ..ffn.frozen_weights import FrozenWeights
+from ..ffn.frozen_weights import FORMATS, FrozenWeights
 from ..layers.held_experts import HeldExperts, holds_experts, read_before, say_rounding
 from ..recognition.stacked import Layout, is_stacked
 from ..transport.agreement import check_same_arguments
@@ -33,11 +32,12 @@ from ..transport.deadline import failure_in_world
 
 def from_pretrained(name_or_path: str | os.PathLike, ds_config: dict | str | os.PathLike, model_class: Any = None,
                     **kwargs) -> nn.Module:
-    """`AutoModelForCausalLM.from_pretrained` with the experts in MXFP8, for training in which they stay frozen.
+    """`AutoModelForCausalLM.from_pretrained` with quantized experts, for training in which they stay frozen.
 
     Collective over all ranks. A rank reads the experts that DeepSpeed will give to it. The experts lie on the
-    accelerator. Host memory holds one expert at a time. Give the result to `peft.get_peft_model`, then to
-    `initialize`, the Trainer or Accelerate. It computes nothing before.
+    accelerator, in the format of "frozen_experts"; without this key in MXFP4 if the files are, else in MXFP8. Host
+    memory holds one expert at a time. Give the result to `peft.get_peft_model`, then to `initialize`, the Trainer or
+    Accelerate. It computes nothing before.
 
     Args:
         name_or_path: of a checkpoint in safetensors files: a folder, or a name on the hub.
@@ -46,7 +46,7 @@ def from_pretrained(name_or_path: str | os.PathLike, ds_config: dict | str | os.
         kwargs: for its `from_pretrained`, among them `config`, the model's own.
 
     Raises:
-        ConfigError: the config does not allow experts in MXFP8 alone, or does not fit the model, or the model has no
+        ConfigError: the config does not allow quantized experts, or does not fit the model, or the model has no
             stacked experts.
         ValueError: ranks differ in `model_class`, `dtype`, or what they read of `ds_config`. Raised on every rank.
         RuntimeError: a file is missing or cut short, a tensor lies in two files, or one of the experts' tensors is
@@ -96,11 +96,11 @@ class _Loader:
             raise ConfigError(f'"expert_parallel" is {shown(self.expert_parallel)}, expected an object, for example '
                               '{"enabled": true, "autoep_size": 2}')
         if not section.enabled or not self.expert_parallel.get("enabled"):
-            raise ConfigError('from_pretrained holds experts in MXFP8, which engines with "mxfp8_moe": {"enabled": '
+            raise ConfigError('from_pretrained quantizes experts, which engines with "mxfp8_moe": {"enabled": '
                               'true} and "expert_parallel": {"enabled": true, "autoep_size": ...} compute: write both '
                               "into the config, or use transformers' from_pretrained")
         if section.recipe == "bf16" or section.frozen_experts == "keep":
-            raise ConfigError('from_pretrained holds experts in MXFP8 alone, which "recipe": "bf16" and '
+            raise ConfigError('from_pretrained holds experts quantized alone, which "recipe": "bf16" and '
                               '"frozen_experts": "keep" do not compute: leave these keys out, or use transformers\' '
                               "from_pretrained")
         self.ep_size = self.expert_parallel.get("autoep_size", 1)
@@ -109,7 +109,7 @@ class _Loader:
                               "share the experts of a layer: an integer, at least 1")
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE") or 1) > 1:
             deepspeed.init_distributed()
-        self.scaling_mode, self.rounding = section.scaling_mode, Rounding()
+        self.section, self.rounding = section, Rounding()
         self.ep_rank = dist.get_rank() % self.ep_size if dist.is_initialized() else 0
 
     def load(self, name_or_path: str | os.PathLike, model_class: Any, kwargs: dict) -> nn.Module:
@@ -122,8 +122,9 @@ class _Loader:
 
         if "LOCAL_RANK" in os.environ:  # as DeepSpeed does later
             get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
-        check_same_arguments("from_pretrained", autoep_size=self.ep_size, scaling_mode=self.scaling_mode,
-                             model_class=model_class, dtype=kwargs.get("dtype", kwargs.get("torch_dtype")))
+        check_same_arguments("from_pretrained", autoep_size=self.ep_size, scaling_mode=self.section.scaling_mode,
+                             frozen_experts=self.section.frozen_experts, model_class=model_class,
+                             dtype=kwargs.get("dtype", kwargs.get("torch_dtype")))
         device = torch.device(get_accelerator().current_device_name())
         placed = {} if device.type == "cpu" or "device_map" in kwargs else {"device_map": {"": device}}
         folder = name_or_path if os.path.isdir(name_or_path) else None  # else the hub's client checks names of files
@@ -171,16 +172,15 @@ class _Loader:
             result = plain(model, others, None, load_config, *args, **kwargs)
         _check_loaded(result[0], load_config, held)
         for name, experts in held.items():
-            tensors = ExpertTensors(shards, sources, name, experts, load_config.dtype, device, self.scaling_mode,
-                                    self.rounding)
-            first, weights = self._read(name, experts, tensors.tiles, load_config.dtype, device)
+            tensors = ExpertTensors(shards, sources, name, experts, load_config.dtype, device, self.rounding)
+            first, weights = self._read(name, experts, tensors, load_config.dtype, device)
             experts.weights_of = partial(read_before, weights, first)
         return result
 
     def _find_experts(self, model: nn.Module) -> dict[str, nn.Module]:
         found = {name: module for name, module in model.named_modules() if is_stacked(module)}
         if not found:
-            raise ConfigError(f"a {type(model).__name__} has no stacked experts, which this function holds in MXFP8: "
+            raise ConfigError(f"a {type(model).__name__} has no stacked experts, which this function quantizes: "
                               "use transformers' from_pretrained")
         for name, experts in found.items():
             if experts.num_experts % self.ep_size:
@@ -188,17 +188,21 @@ class _Loader:
                                   f"{experts.num_experts} experts of {name}")
         return found
 
-    def _read(self, name: str, experts: HeldExperts, tiles_of: Callable[[str, int], MXTensor], dtype: torch.dtype,
+    def _read(self, name: str, experts: HeldExperts, tensors: Any, dtype: torch.dtype,
               device: torch.device) -> tuple[int, FrozenWeights]:
-        """The first of this rank's experts of a block, and the weights of all of them."""
+        """The first of this rank's experts of a block, and the weights of all of them.
+
+        `tensors`: the block's ExpertTensors.
+        """
         layout, count = experts.layout, experts.num_experts // self.ep_size
         first = at = self.ep_rank * count
         try:
             _, H, F = layout.split_down(experts.down_proj).shape
-            weights = FrozenWeights(count, H, F, dtype, device, layout.has_gate)
+            kind = FORMATS[self.section.frozen_experts or ("mxfp4" if tensors.in_mxfp4 else "mxfp8")]
+            weights = kind(count, H, F, dtype, device, layout.has_gate)
             for at in range(first, first + count):
                 for gemm, stack in zip(("up", "down"), layout.names, strict=True):
-                    weights.put_tiles(gemm, at - first, tiles_of(stack, at))
+                    weights.write(gemm, at - first, tensors.weight(stack, at), self.section.scaling_mode)
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise RuntimeError(f"out of memory at expert {at} of {name}: {error}") from error
         except (TypeError, ValueError) as error:  # which name the tensor

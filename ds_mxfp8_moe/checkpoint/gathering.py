@@ -204,7 +204,7 @@ def tensors(model: torch.nn.Module, gather: Gather, wanted: Wanted) -> Iterator[
     entries = {name: value for name, value in model.state_dict(keep_vars=True).items() if wanted(name, value)}
     dequantized = {name for name in frozen_layers(model) if wanted(f"{name}.experts.w1", torch.empty(0))}
     if dequantized and gather.on_host:
-        log_on_rank_0(f"mxfp8_moe: the frozen experts of {len(dequantized)} layers, which are held in MXFP8, are "
+        log_on_rank_0(f"mxfp8_moe: the frozen experts of {len(dequantized)} layers, which are held quantized, are "
                         "saved in the model's dtype, with the values that they compute with")
     for name, block in expert_blocks(model):
         own = {key: entries.pop(f"{name}.experts.{key}", None) for key in SPREAD_NAMES}

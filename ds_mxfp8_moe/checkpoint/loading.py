@@ -7,7 +7,7 @@
 - In ZeRO-3, DeepSpeed refuses to save frozen experts, as with LoRA. Here what is trained is saved without them.
 - In ZeRO-3, DeepSpeed gathers all parameters of experts to load them. Of those that every rank has, such as biases, a
   checkpoint has no values there: they are in the optimizer's partitions.
-- Frozen experts that are held in MXFP8 are in no checkpoint. They stay as the model was loaded.
+- Frozen experts that are held quantized are in no checkpoint. They stay as the model was loaded.
 - A save that fails, and one that is killed, leave the earlier checkpoint whole.
 
 engine_checkpoints.py does the last of these, and calls what is here for the others.
@@ -28,7 +28,7 @@ from ..transport.deadline import tell_peers_on_error
 
 
 def hide_mxfp8(engine: DeepSpeedEngine) -> None:
-    """If all experts are held in MXFP8, DeepSpeed must not look for their files and parameters."""
+    """If all experts are held quantized, DeepSpeed must not look for their files and parameters."""
     if frozen_layers(engine.module) and not any(map(is_moe_param, engine.module.parameters())):
         engine.has_moe_layers = False
 
@@ -49,10 +49,10 @@ def name_broken_file(plain: Callable, path: str, *args, **kwargs) -> Any:
 
 
 def refuse_some_in_mxfp8(engine: DeepSpeedEngine) -> None:
-    """Raises RuntimeError if some layers hold their experts in MXFP8, and others train theirs."""
+    """Raises RuntimeError if some layers hold their experts quantized, and others train theirs."""
     held = next(iter(frozen_layers(engine.module)), None)
     if held is not None and any(map(is_moe_param, engine.module.parameters())):
-        raise RuntimeError(f"{held} holds its frozen experts in MXFP8, which no checkpoint contains, and other layers "
+        raise RuntimeError(f"{held} holds its frozen experts quantized, in no checkpoint, and other layers "
                            "train theirs, which DeepSpeed saves only for all layers alike: write "
                            '"frozen_experts": "keep" in the mxfp8_moe section')
 

@@ -19,7 +19,9 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ..compat.private_names import line_about, missing
 from ..compute.block_fp8 import rows_of
+from ..compute.mx import MXTensor
 from ..config import Recipe
+from ..ffn.frozen_weights import FrozenWeights
 from ..layers.adapters import adapted_weights, is_peft, merged_name
 from ..layers.classic import MXFP8MOELayer
 from ..layers.experts import ExpertBlock, MXFP8Experts, expert_blocks
@@ -48,7 +50,7 @@ class ExpertStack:
     Attributes:
         layer: a block, or a classic layer's inner.
         weights: role -> this rank's experts: one tensor [L, N, K], L matrices [N, K], or a tuple of two tensors, the
-            upper and the lower rows of each matrix. An MXTensor, in tiles, where they are held so.
+            upper and the lower rows of each matrix. FrozenRows, where they are held quantized alone.
         names: role -> the name of each expert's matrix, for all experts of the layer.
         own_names: of `weights`, in the engine's model.
         recipe: with which the layer computes. None: it is not converted, or always computes in bf16.
@@ -66,11 +68,29 @@ class ExpertStack:
         return {role: _shape_of_each(weights) for role, weights in self.weights.items()}
 
 
+@dataclass(frozen=True, eq=False)
+class FrozenRows:
+    """Rows [first, end) of the frozen weights of a GEMM, [L, N, K], whose experts come as tiles of MXFP8."""
+
+    frozen: FrozenWeights
+    gemm: str
+    first: int
+    end: int
+
+    @property
+    def shape(self) -> torch.Size:
+        E, H, F = self.frozen.sizes
+        return torch.Size((E, self.end - self.first, F if self.gemm == "down" else H))
+
+    def __getitem__(self, experts: slice) -> MXTensor:
+        return rows_of(self.frozen.tiles(self.gemm, experts), self.first, self.end)
+
+
 def _shape_of_each(weights: Any) -> torch.Size:
     if isinstance(weights, tuple):
         upper, lower = map(_shape_of_each, weights)
         return torch.Size((upper[0] + lower[0], upper[1]))
-    return getattr(weights, "ds_shape", weights.shape)[1:] if isinstance(weights, torch.Tensor) else weights[0].shape
+    return weights[0].shape if isinstance(weights, list) else getattr(weights, "ds_shape", weights.shape)[1:]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,16 +177,15 @@ def published(engine: DeepSpeedEngine) -> Published:
 
 
 def _spread_weights(experts: MXFP8Experts) -> dict[str, Any]:
-    """Role -> [L, N, K]: parameters, or an MXTensor where the experts hold no parameters."""
+    """Role -> [L, N, K]: parameters, or FrozenRows where the experts hold no parameters."""
     frozen, gated = frozen_of(experts), experts.has_gate
     if frozen is None:
         weights = {role: getattr(experts, key) for role, key in SPREAD_NAME_OF.items()}
         return weights if gated else {"up": (weights["gate"], weights["up"]), "down": weights["down"]}
-    operands, ffn_size = frozen.operands(), frozen.down_data.shape[2]
-    if not gated:
-        return dict(operands)
-    return {"gate": rows_of(operands["up"], 0, ffn_size), "up": rows_of(operands["up"], ffn_size, 2 * ffn_size),
-            "down": operands["down"]}
+    _, hidden_size, ffn_size = frozen.sizes
+    of_up = {"gate": (0, ffn_size), "up": (ffn_size, 2 * ffn_size)} if gated else {"up": (0, ffn_size)}
+    return {role: FrozenRows(frozen, "up", *rows) for role, rows in of_up.items()} | {
+        "down": FrozenRows(frozen, "down", 0, hidden_size)}
 
 
 def _classic_stacks(model: torch.nn.Module) -> list[ExpertStack]:

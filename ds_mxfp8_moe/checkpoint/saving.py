@@ -198,7 +198,7 @@ def _staged_call(plain: Callable, given: inspect.BoundArguments, adapters: bool)
 
 
 def _stray_layers(model: torch.nn.Module, state: dict) -> list[str]:
-    """Blocks of which a state dict has this rank's experts, or none where they are held in MXFP8."""
+    """Blocks of which a state dict has this rank's experts, or none where they are held quantized."""
     held = {} if has_adapters(model) else frozen_layers(model)
     return [name for name, _ in expert_blocks(model) if f"{name}.experts.w1" in state or (
         name in held and not any(key.startswith(f"{name}.experts.") and not key.endswith("_bias") for key in state))]

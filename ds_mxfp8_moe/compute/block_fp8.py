@@ -3,7 +3,7 @@
 
 Block FP8 (DeepSeek-V3 and its followers) stores e4m3 data [N, K] and a factor for each tile of 128x128 values, named
 `weight_scale_inv`: a value is data * factor. Where the factors are powers of two, this is a tiled MXTensor, byte for
-byte. MXFP4 (gpt-oss) stores pairs of e2m1 values, and one E8M0 byte for 32 values of a row.
+byte. MXFP4 (gpt-oss) is read as it is (mxfp4.py), and becomes tiles of MXFP8 in every GEMM.
 
 What is no tile of MXFP8 is computed in float32 and quantized again, with mx.py's rule:
 
@@ -25,8 +25,8 @@ import torch
 
 from . import casts
 from .mx import NAN_SCALE_BYTE, TILE, MXTensor, _power_of_two, dequantize
+from .mxfp4 import MXFP4Weights
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FACTOR_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu, torch.uint8)
 
 
@@ -119,8 +119,8 @@ def to_block_fp8(tiles: MXTensor, factor_dtype: torch.dtype = torch.float32) -> 
 
 
 def from_mxfp4(name: str, blocks: torch.Tensor, scales: torch.Tensor, rounding: Rounding | None = None,
-               dtype: torch.dtype = torch.bfloat16) -> MXTensor:
-    """MXFP4 as tiles of MXFP8.
+               dtype: torch.dtype = torch.bfloat16) -> MXFP4Weights:
+    """MXFP4 as checkpoints have it.
 
     Args:
         name: of the weight, for errors.
@@ -131,7 +131,7 @@ def from_mxfp4(name: str, blocks: torch.Tensor, scales: torch.Tensor, rounding: 
 
     Raises:
         TypeError: blocks or scales are not uint8.
-        ValueError: a shape does not fit.
+        ValueError: a shape does not fit, or a scale is NaN. Reads from the device.
     """
     if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
         raise TypeError(f"{name}: its blocks have dtype {blocks.dtype} and its scales {scales.dtype}; MXFP4 has "
@@ -139,16 +139,12 @@ def from_mxfp4(name: str, blocks: torch.Tensor, scales: torch.Tensor, rounding: 
     if blocks.dim() not in (3, 4) or blocks.shape[-1] != 16 or blocks.shape[:-1] != scales.shape:
         raise ValueError(f"{name}: its blocks have shape {tuple(blocks.shape)} and its scales {tuple(scales.shape)}; "
                          "MXFP4 has [..., N, K / 32, 16] and [..., N, K / 32]")
-    e2m1 = torch.tensor([*E2M1, *(-value for value in E2M1)], device=blocks.device)
-
-    def convert(blocks: torch.Tensor, scales: torch.Tensor) -> MXTensor:
-        values = torch.stack([e2m1[(blocks & 15).int()], e2m1[(blocks >> 4).int()]], dim=-1).flatten(-2)
-        values *= _power_of_two(scales.int()).unsqueeze(-1)
-        return quantize_again(values.flatten(-2), rounding, dtype)
-
-    if blocks.dim() == 3:
-        return convert(blocks, scales)
-    return _for_each(convert, (*blocks.shape[:2], 32 * blocks.shape[2]), dtype, blocks, scales)
+    if bool((scales == NAN_SCALE_BYTE).any()):
+        raise ValueError(f"{name}: one of its scales is NaN (byte 0xFF)")
+    weights = MXFP4Weights.of(blocks.flatten(-2), scales, dtype)
+    if rounding is not None:
+        rounding.add(weights.values(), casts.unpack_tiles(weights))
+    return weights
 
 
 def quantize_again(values: torch.Tensor | MXTensor, rounding: Rounding | None = None,

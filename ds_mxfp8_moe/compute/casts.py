@@ -13,9 +13,10 @@ from typing import TypeAlias
 
 import torch
 
-from ..ops.device import runs_triton
-from . import mx
+from ..ops.device import has_kernels, runs_triton
+from . import mx, mxfp4
 from .mx import TILE, MXTensor
+from .mxfp4 import MXFP4Weights
 
 Stack: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 
@@ -91,6 +92,14 @@ def transpose_tiles(w_ENK: MXTensor) -> MXTensor:
         return mx.transpose_tiles(w_ENK)
     from ..ops.triton_kernels.transpose_tiles import transpose_tiles as kernel
     return MXTensor.of(kernel(w_ENK.parts), w_ENK.orig_dtype)
+
+
+def unpack_tiles(weights: MXFP4Weights, transposed: bool = False) -> MXTensor:
+    """mxfp4.unpack_tiles of experts' weights [E, N, K]: what a GEMM multiplies of weights that are held in MXFP4."""
+    if not has_kernels(weights.codes.device):
+        return mxfp4.unpack_tiles(weights, transposed)
+    from ..ops.triton_kernels.unpack import unpack_tiles as kernel
+    return MXTensor.of(kernel(*weights.buffers, transposed), weights.dtype)
 
 
 def sample(stack: Stack) -> torch.Tensor:

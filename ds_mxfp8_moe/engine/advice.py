@@ -12,6 +12,7 @@ import torch
 from deepspeed.module_inject.auto_ep_config import AutoEPConfig
 
 from ..config import KEYS, READERS, MXFP8MoEConfig, shown
+from ..ffn.frozen_weights import FORMATS
 from ..layers.experts import MXFP8Experts
 from ..layers.frozen_experts import frozen_of
 
@@ -74,11 +75,12 @@ def about_keys(config: MXFP8MoEConfig, layers: Iterable[torch.nn.Module]) -> lis
         lines += [f'"{key}" has no effect: the recipe "bf16" quantizes nothing'
                   for key, about in KEYS.items() if about["mxfp8"] and key in config.model_fields_set]
     held = [frozen_of(layer.experts) is not None for layer in layers]
-    if layers and config.frozen_experts == "mxfp8" and not any(held):
-        lines.append('"frozen_experts": "mxfp8" has no effect: no layer has spread experts that are all frozen. '
-                     "Classic layers keep theirs in the model's dtype, and so does ZeRO-3 in an engine that exists")
+    if layers and config.frozen_experts in FORMATS and not any(held):
+        lines.append(f'"frozen_experts": "{config.frozen_experts}" has no effect: no layer has spread experts that '
+                     "are all frozen. Classic layers keep theirs in the model's dtype, and so does ZeRO-3 in an "
+                     "engine that exists")
     if layers and all(held):
-        lines += [f'"{key}" has no effect: all experts are frozen and held in MXFP8, which no call casts'
+        lines += [f'"{key}" has no effect: all experts are frozen and held quantized, so no call casts them'
                   for key in ("min_tokens_per_expert", "keep_quantized_weights") if getattr(config, key)]
     return lines
 

@@ -50,7 +50,8 @@ def attach(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> ConversionReport:
         log_on_rank_0(report)
         if held := list(frozen_layers(engine.module).values()):
             before, now = map(sum, zip(*(layer.experts.frozen.bytes_held() for layer in held), strict=True))
-            log_on_rank_0(f"mxfp8_moe: frozen experts of {len(held)} layers are held in MXFP8 alone, in "
+            formats = " or ".join(sorted({layer.experts.frozen.format for layer in held}))
+            log_on_rank_0(f"mxfp8_moe: frozen experts of {len(held)} layers are held in {formats} alone, in "
                             f"{now / 2**30:.2f} GiB on this rank instead of {before / 2**30:.2f} GiB. Checkpoints "
                             "leave them out")
         _print_advice(about_expert_parallel(engine._config._param_dict, dist.get_world_size()))

@@ -23,6 +23,7 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from ..compat.private_names import missing
 from ..compute.formula import Activation, ExpertFormula, ExpertWeights, NotRecognized
 from ..config import ConfigError, MXFP8MoEConfig
+from ..ffn.frozen_weights import FrozenWeights
 from ..layers.adapters import outermost_wrapper, wrappers_of
 from ..layers.classic import MXFP8MOELayer
 from ..layers.experts import ExpertBlock, MXFP8Experts
@@ -125,7 +126,7 @@ def convert_layers(model: torch.nn.Module, config: MXFP8MoEConfig, broken: str =
     """Puts the model's MoE layers on the MXFP8 path, in place. `broken`: why no layer may be converted.
 
     Raises:
-        ConfigError: a layer holds its experts in MXFP8 alone, and this section would compute them without MXFP8.
+        ConfigError: a layer holds its experts quantized alone, and this section would compute them without MXFP8.
     """
     _refuse_to_leave_mxfp8(model, config, broken)
     shared, device = shared_parameters(model), torch.device(get_accelerator().device_name())
@@ -167,25 +168,25 @@ def _convert_experts(name: str, block: ExpertBlock, config: MXFP8MoEConfig, devi
     experts = block.experts
     for ours in [key for key in vars(experts) if key.startswith("mxfp8_")]:
         delattr(experts, ours)
-    formula, frozen = stacked_formula(experts), frozen_of(experts) is not None
+    formula, frozen = stacked_formula(experts), frozen_of(experts)
     reason = broken
     if not config.enabled or not config.selects(name):
         reason = LEFT_OUT if config.enabled else SWITCHED_OFF
     elif formula.hidden_size % 32 or formula.ffn_size % 32:
         reason = f"hidden size {formula.hidden_size} and FFN size {formula.ffn_size} are not both multiples of 32"
     if reason and frozen:
-        raise ConfigError(f"{name} {_MXFP8_ALONE}: {reason}")
+        raise ConfigError(f"{name} {_held_alone(frozen)}: {reason}")
     if reason:
         config = config.model_copy(update={"enabled": False, "recipe": "bf16", "load_balance_coeff": None,
                                            "force_load_balance": False})
-    if frozen:  # experts that are held in MXFP8 alone compute in it, however few tokens there are
+    if frozen:  # experts that are held quantized alone compute in MXFP8, however few tokens there are
         config = config.model_copy(update={"min_tokens_per_expert": 0})
     experts.mxfp8_settings = settings = LayerSettings(
         name=name, formula=formula, config=config, num_local_experts=experts.num_local_experts, device=device,
         open_formula=experts.open_formula() if formula.activation is None else None)
     if reason:
         return LayerReport(name, "AutoEP", False, f"{reason}; its experts run in the model's dtype")
-    held = ", frozen experts in MXFP8" if frozen else ""
+    held = f", frozen experts in {frozen.format}" if frozen else ""
     own = "" if formula.activation else ", the model's own function between the GEMMs, since no kernel computes it"
     detail = f"{_placement(experts)}, {_describe(settings, formula.function)}{own}{held}{_trained(experts)}"
     return LayerReport(name, "AutoEP", True, detail)
@@ -197,7 +198,7 @@ def stacked_formula(experts: MXFP8Experts) -> ExpertFormula:
     activation = None if normed else activation_of(experts)
     frozen, up = frozen_of(experts), experts.layout.up
     if frozen is not None:
-        _, hidden_size, ffn_size = frozen.down_data.shape
+        _, hidden_size, ffn_size = frozen.sizes
     else:
         _, hidden_size, ffn_size = shape_of(experts.w2)
     biases: dict[str, Any] = {"gate_bias": f"{up}_bias", "up_bias": f"{up}_bias", "down_bias": "down_proj_bias"}
@@ -208,14 +209,17 @@ def stacked_formula(experts: MXFP8Experts) -> ExpertFormula:
 
 _AUTOEP = ("AutoEP made it: ds_mxfp8_moe did not start the engine, or the model is split by AutoTP, or its experts "
            "are not stacked as in transformers")
-_MXFP8_ALONE = ("holds its frozen experts in MXFP8 alone, which nothing but an MXFP8 recipe computes. Make the engine "
-                'with "frozen_experts": "keep" in the section to compute them otherwise')
+
+
+def _held_alone(frozen: FrozenWeights) -> str:
+    return (f"holds its frozen experts in {frozen.format} alone, which nothing but an MXFP8 recipe computes. Make the "
+            'engine with "frozen_experts": "keep" in the section to compute them otherwise')
 
 
 def _refuse_to_leave_mxfp8(model: torch.nn.Module, config: MXFP8MoEConfig, broken: str) -> None:
-    for name in frozen_layers(model):
+    for name, layer in frozen_layers(model).items():
         if broken or not config.enabled or not config.selects(name) or config.recipe == "bf16":
-            raise ConfigError(f"{name} {_MXFP8_ALONE}{f' ({broken})' if broken else ''}")
+            raise ConfigError(f"{name} {_held_alone(layer.experts.frozen)}{f' ({broken})' if broken else ''}")
 
 
 def _placement(layer: torch.nn.Module) -> str:

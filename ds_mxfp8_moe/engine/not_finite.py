@@ -57,7 +57,7 @@ class FirstNotFinite:
             module, name, _ = self._outputs[first]
             weights = [key for key, p in module.named_parameters(prefix=name)  # in ZeRO-3, this rank's part of them
                        if not getattr(p, "ds_tensor", p).detach().isfinite().all()]
-            weights += [key for key, scale in module.named_buffers(prefix=name)  # of frozen experts in MXFP8
+            weights += [key for key, scale in module.named_buffers(prefix=name)  # of frozen experts
                         if key.endswith(("frozen.up_scale", "frozen.down_scale")) and (scale == NAN_SCALE_BYTE).any()]
             found = [(first, not weights, dist.get_rank(), name or "the model itself", weights)]
         if dist.get_world_size() > 1:

@@ -40,7 +40,7 @@ from ..compute.sums import Sum
 from ..config import Recipe
 from ..ffn.expert_ffn import ExpertFFN
 from ..ffn.expert_math import ExpertMath, unquantized
-from ..ffn.frozen_weights import FrozenWeights
+from ..ffn.frozen_weights import FORMATS
 from ..layers.classic import MXFP8MOELayer
 from ..layers.experts import MXFP8Experts
 from ..layers.frozen_experts import dtype_of, frozen_of
@@ -64,7 +64,7 @@ class Kind(NamedTuple):
         stacked: whether the weights of all experts are one tensor.
         rank: of the adapters of both GEMMs. 0: there are none.
         exchanges: whether rows travel to other ranks.
-        frozen: whether the weights are held in MXFP8 alone.
+        frozen: in which format the weights are held alone: a key of FORMATS. "": in none.
     """
 
     formula: ExpertFormula
@@ -73,7 +73,7 @@ class Kind(NamedTuple):
     stacked: bool = True
     rank: int = 0
     exchanges: bool = False
-    frozen: bool = False
+    frozen: str = ""
 
 
 class Verdict(NamedTuple):
@@ -102,12 +102,12 @@ def kinds_of(layers: Iterable[MXFP8MOELayer | MXFP8Experts]) -> set[Kind]:
     for layer in layers:
         settings, stacked = layer.mxfp8_settings, isinstance(layer, MXFP8Experts)
         dtype = dtype_of(layer.experts) if stacked else next(layer.experts.parameters()).dtype
-        adapted = hasattr(layer, "adapters")
+        adapted, frozen = hasattr(layer, "adapters"), frozen_of(layer.experts) if stacked else None
         formula = settings.formula
         if settings.open_formula is not None:  # the GEMMs are checked with another function between them
             formula = formula.with_act(Activation("silu"))
         found.add(Kind(small(formula), settings.recipe, dtype, stacked, rank=8 if adapted else 0,
-                       exchanges=layer.ep_size > 1, frozen=stacked and frozen_of(layer.experts) is not None))
+                       exchanges=layer.ep_size > 1, frozen=frozen.format.lower() if frozen else ""))
     return found
 
 
@@ -266,7 +266,7 @@ def _run_ffn(kind: Kind, device: torch.device, transport: Transport, ffn_class: 
     weights = {role: randn(EXPERTS, *shape) for role, shape in formula.shapes().items()}
     frozen = None
     if kind.frozen and kind.recipe.quantize_gemm:
-        frozen = FrozenWeights(EXPERTS, HIDDEN, FFN, kind.dtype, device)
+        frozen = FORMATS[kind.frozen](EXPERTS, HIDDEN, FFN, kind.dtype, device)
         for i, parts in enumerate(zip(*(weights.pop(role) for role in ("gate", "down", "up")), strict=True)):
             frozen.put(i, *parts, kind.recipe.scaling_mode)
     weights = {role: leaf(w) if kind.stacked else [leaf(one) for one in w] for role, w in weights.items()}

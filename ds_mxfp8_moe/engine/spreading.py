@@ -4,15 +4,16 @@
 DeepSpeed makes the process groups, asks its class AutoEP which MoE blocks there are, and lets it replace them. Inside
 `spread_experts`, `_Spreading` stands for that class. It replaces a block's experts and leaves the block.
 
-A block's experts are trained, in the model's dtype, or frozen and held in MXFP8 alone (the key "frozen_experts"). The
+A block's experts are trained, in the model's dtype, or frozen and held in MXFP8 or MXFP4 alone ("frozen_experts"). The
 weights of frozen experts go to the device one expert after the other and are quantized there, and the block's own are
 freed before the next block. So the start takes no memory of the host beside the user's model. On the device it takes
-the memory of the experts in MXFP8, which stay, and of two copies of one expert in the model's dtype. If ZeRO-3 has
+the memory of the quantized experts, which stay, and of two copies of one expert in the model's dtype. If ZeRO-3 has
 partitioned the parameters, a layer is gathered at once.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +30,7 @@ from torch import nn
 from ..compat.patches import lent
 from ..compute.formula import DTYPES
 from ..config import ConfigError, MXFP8MoEConfig
-from ..ffn.frozen_weights import FrozenWeights
+from ..ffn.frozen_weights import FORMATS, FrozenWeights
 from ..layers.adapters import check_adapters, has_adapters, register_factors, take_wrappers, unwrapped
 from ..layers.experts import expert_blocks, spread
 from ..layers.held_experts import HeldExperts
@@ -79,7 +80,7 @@ def spread_experts(engine: DeepSpeedEngine, config: MXFP8MoEConfig, plain: Calla
     spreading.end()
     if left := [name for name, one in model.named_modules() if isinstance(one, HeldExperts) and not one.original]:
         asked = engine._config._param_dict.get("expert_parallel")
-        raise ConfigError(f"{left[0]} is held in MXFP8 alone, and is not spread over the ranks: the section "
+        raise ConfigError(f"{left[0]} is held quantized alone, and is not spread over the ranks: the section "
                           f'"expert_parallel" is {asked or "missing"}. Write the one that from_pretrained got')
     return sources
 
@@ -98,7 +99,7 @@ class _Spreading:
         self.model, self.shared = model, shared_parameters(model)
         # Users of PEFT save the adapters. So memory decides about frozen experts, if the key does not.
         chosen = self.config.frozen_experts or ("mxfp8" if has_adapters(model) else "keep")
-        self.holds_mxfp8 = chosen == "mxfp8" and self.config.recipe != "bf16"
+        self.format = None if self.config.recipe == "bf16" else FORMATS.get(chosen)
         return self
 
     def ep_parser(self) -> list[Found]:
@@ -117,7 +118,7 @@ class _Spreading:
                 one = Found(name, shape_of(getattr(experts, DOWN))[0], experts, wrapper)
                 reason = self._obstacle(one)
                 if reason and isinstance(experts, HeldExperts) and not experts.original:
-                    raise ConfigError(f"{name}.experts are held in MXFP8 alone, and cannot be spread: {reason}. Load "
+                    raise ConfigError(f"{name}.experts are held quantized alone, and cannot be spread: {reason}. Load "
                                       "the model by transformers' from_pretrained")
                 if reason:
                     left[name] = reason
@@ -180,20 +181,22 @@ class _Spreading:
 
     def _frozen(self, found: Found, layout: Layout, whole: list[nn.Parameter], ep_size: int,
                 ep_rank: int) -> FrozenWeights | None:
-        """The weights of experts that are to be held in MXFP8 alone. None: this block's are not."""
+        """The weights of experts that are to be held quantized alone. None: this block's are not."""
         held, name = isinstance(found.experts, HeldExperts), found.moe_module_name
-        if not held and (not self.holds_mxfp8 or not self.config.selects(name) or any(
+        if not held and (self.format is None or not self.config.selects(name) or any(
                 p.requires_grad or size % 32 for p in whole for size in shape_of(p)[1:])):
             return None
         dtype, device = self._dtype(whole[0]), whole[0].device if self.engine.dont_change_device else self.device
         count = found.num_experts // ep_size
         H, F = shape_of(whole[1])[1:] if not layout.is_transposed else shape_of(whole[1])[:0:-1]
-        frozen, done = FrozenWeights(count, H, F, dtype, "meta", layout.has_gate), 0
+        make, done = partial(self.format or FrozenWeights, count, H, F, dtype, has_gate=layout.has_gate), 0
+        frozen = make("meta")
         try:
             if self.failure is None and held:
-                return found.experts.take(f"{name}.experts", ep_rank * count, count, dtype, device)
+                return found.experts.take(f"{name}.experts", ep_rank * count, count, dtype, device,
+                                          self.config.frozen_experts)
             if self.failure is None:
-                frozen = FrozenWeights(count, H, F, dtype, device, layout.has_gate)
+                frozen = make(device)
             for w1, w2, w3 in _one_by_one(layout, whole, count, ep_rank, device):  # collective in ZeRO-3
                 if self.failure is None:
                     frozen.put(done, w1, w2, w3, self.config.scaling_mode)
@@ -213,7 +216,7 @@ class _Spreading:
         DeepSpeed does with parameters."""
         failure = failure_in_world(self.failure, "the start (every rank quantizes its experts)")
         if failure:
-            raise RuntimeError(f"frozen experts could not be held in MXFP8: {failure}")
+            raise RuntimeError(f"frozen experts could not be quantized: {failure}")
         for _, block in expert_blocks(self.model) if self.frozen else ():
             group = groups._get_expert_data_parallel_group(block.ep_group_name)
             if block.experts in self.frozen and dist.get_world_size(group=group) > 1:

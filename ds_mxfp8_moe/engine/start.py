@@ -97,7 +97,8 @@ def _preparing(config: MXFP8MoEConfig, model: torch.nn.Module | None) -> Iterato
                 if not say_if_missing("FP8 experts"):
                     stack.enter_context(quantized_experts(model))
             elif holds_experts(model):
-                raise ConfigError('the model\'s experts are held in MXFP8 alone: write "mxfp8_moe": {"enabled": true}')
+                raise ConfigError("the model's experts are held quantized alone: "
+                                  'write "mxfp8_moe": {"enabled": true}')
             yield
     finally:
         _READ.reset(before)

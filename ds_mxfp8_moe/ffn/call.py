@@ -18,6 +18,7 @@ from deepspeed.utils.logging import warning_once
 from ..compute import casts
 from ..compute.formula import ROLES, LowRank
 from ..compute.mx import MXTensor
+from ..compute.mxfp4 import MXFP4Weights
 from ..compute.recorded import Weights
 from ..config import Recipe
 from .expert_math import ExpertMath, Projection, unquantized
@@ -34,7 +35,7 @@ class Call:
         ffn: the ExpertFFN that is called.
         layout: of the weights, see `flattened`.
         adapted: the GEMMs that have adapters.
-        frozen: FrozenWeights.operands. None: the weights are not held in MXFP8 alone.
+        frozen: FrozenWeights.operands. None: the weights are not held in a quantized format alone.
         autocast: the caller's dtype under autocast. None: it has none.
     """
 
@@ -42,7 +43,7 @@ class Call:
     math: ExpertMath
     layout: tuple
     adapted: tuple[str, ...]
-    frozen: dict[str, MXTensor] | None
+    frozen: dict[str, MXTensor | MXFP4Weights] | None
     autocast: torch.dtype | None = None
 
     def unquantized(self) -> "Call":
@@ -104,7 +105,7 @@ class Call:
         return one._replace(weights=kept[name], held=held)
 
     def projection(self, name: str, by_role: dict, adapter: LowRank | None) -> Projection:
-        """The GEMM of this name, with weights in high precision if they are not frozen in MXFP8."""
+        """The GEMM of this name, with weights in high precision if they are no FrozenWeights."""
         roles = ROLES_OF[name] if self.frozen is not None or "gate" in by_role or name == "down" else ("up", )
         biases = tuple([by_role.get(BIAS_OF[role]) for role in roles])
         if self.frozen is not None:

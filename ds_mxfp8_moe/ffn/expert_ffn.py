@@ -16,8 +16,8 @@ gradient travels unweighted, one copy to each rank.
 Backward needs x_PH and h_PF, which are kept in MXFP8, and pre_PG, which is kept in MXFP8 or in the tokens' dtype
 (`recipe.preactivation`). The experts' weights are not copied: backward quantizes them again. With `ExpertFFN.kept`,
 calls share quantized weights instead. Weights that are held in MXFP8 alone (frozen_weights.py) are read as they are,
-and backward transposes them for one GEMM at a time. A recipe without quantization keeps everything in the tokens'
-dtype.
+and backward transposes them for one GEMM at a time. Those in MXFP4 are unpacked for one GEMM at a time, in forward and
+in backward. A recipe without quantization keeps everything in the tokens' dtype.
 
 This file is the differentiable function. expert_math.py computes the rows, transport/ moves them, compute/casts.py and
 compute/grouped_gemm.py choose the kernels, and compute/recorded.py replays their launches.
@@ -103,8 +103,8 @@ class ExpertFFN:
             weights: for each of ROLES that the formula has, E tensors ([out, in], biases [out]) or one stacked
                 [E, ...]. Each of them gets a gradient. The gradient of an expert without tokens is zero.
             adapters: low-rank updates of the GEMMs "up" (which includes the gate) and "down", in x's dtype or another.
-            frozen: weights that are held in MXFP8 alone. `weights` then has biases at most, and the call always
-                runs the recipe, which multiplies MXFP8.
+            frozen: weights that are held in MXFP8 or MXFP4 alone. `weights` then has biases at most, and the call
+                always runs the recipe, which multiplies MXFP8.
 
         Returns:
             [T, H] in x's dtype, or in autocast's under autocast: the sum of weight * expert(x) over a token's choices.

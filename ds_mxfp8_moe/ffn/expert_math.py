@@ -19,6 +19,7 @@ from ..compute.formula import ExpertFormula, LowRank
 from ..compute.grouped_gemm import grouped_mm, grouped_mm_weights, grouped_mm_wgrad_rows, plain, rescales_rows
 from ..compute.low_rank import add_low_rank, low_rank_rows, low_rank_wgrad, weighted_bias_backward
 from ..compute.mx import MXTensor
+from ..compute.mxfp4 import MXFP4Weights
 from ..compute.recorded import Weights, recorded
 from ..compute.sums import Sum
 from ..config import Recipe
@@ -30,7 +31,7 @@ class Projection(NamedTuple):
     Attributes:
         roles: of its weights, which lie one above the other along N.
         dtype: of its weights.
-        weights: in high precision, or quantized as the GEMM reads them.
+        weights: in high precision, quantized as the GEMM reads them, or in MXFP4, which is unpacked for each GEMM.
         held: whether quantized weights are in the form that forward reads, so that backward transposes them itself.
         biases: for each role, one stacked tensor or E of them. None: it has none.
         adapter: its low-rank update, in the tokens' dtype. None: it has none.
@@ -39,7 +40,7 @@ class Projection(NamedTuple):
 
     roles: tuple[str, ...]
     dtype: torch.dtype
-    weights: Weights | MXTensor
+    weights: Weights | MXTensor | MXFP4Weights
     held: bool = False
     biases: tuple[Stack | None, ...] = ()
     adapter: LowRank | None = None
@@ -291,7 +292,9 @@ class ExpertMath:
         if not self.recipe.quantize_gemm:
             y_PN = grouped_mm_weights(x_PK, weights.stacks, ends_E, transposed)
         else:
-            if not isinstance(weights, MXTensor):
+            if isinstance(weights, MXFP4Weights):
+                weights = casts.unpack_tiles(weights, transposed)
+            elif not isinstance(weights, MXTensor):
                 weights = self.quantize_weights(weights, transposed)
             elif projection.held and transposed:
                 weights = casts.transpose_tiles(weights)

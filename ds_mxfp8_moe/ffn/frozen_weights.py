@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts' weights that are not trained, in one copy of one byte a value."""
+"""Experts' weights that are not trained, in one copy of 8 or of 4 bits a value."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from ..compute import casts
-from ..compute.mx import MXTensor
-from ..ops.mx_format import TILE
+from ..compute import casts, mxfp4
+from ..compute.mx import TILE, MXTensor
+from ..compute.mxfp4 import MXFP4Weights
 
 ODD = -0x61C8864680B583EB  # an odd number without a pattern: 2^64 divided by the golden ratio, as int64
-REFUSED = ("is frozen, and held in MXFP8 alone, so it cannot be trained: freeze fewer experts before the engine is "
-           'made, or write "frozen_experts": "keep" in the mxfp8_moe section, which keeps them in the model\'s dtype')
+
+# A weight [N, K] in a file's format: MXFP4, tiles of MXFP8, or rows in high precision, of one part above the other.
+Weight: TypeAlias = MXFP4Weights | MXTensor | Sequence[torch.Tensor]
 
 
 class FrozenWeights(nn.Module):
@@ -30,62 +32,61 @@ class FrozenWeights(nn.Module):
         down_scale [E, ceil(H / 128), ceil(F / 128)]
 
     Attributes:
+        format: how people call the format.
         dtype: of the weights that these bytes stand for.
+        sizes: E, H and F.
     """
+
+    format = "MXFP8"
 
     def __init__(self, num_experts: int, hidden_size: int, ffn_size: int, dtype: torch.dtype,
                  device: torch.device | str, has_gate: bool = True):
-        """Allocates the bytes, without values. Whoever makes this writes them: by `put`, or into the buffers."""
+        """Allocates the bytes, without values. Whoever makes this writes them: by `put` or `write`, or into the
+        buffers."""
         super().__init__()
-        self.dtype = dtype
-        up_rows = 2 * ffn_size if has_gate else ffn_size
-        for name, rows, columns in (("up", up_rows, hidden_size), ("down", hidden_size, ffn_size)):
-            tiles = -(-rows // TILE), -(-columns // TILE)
-            for kind, shape in (("data", (rows, columns)), ("scale", tiles)):
-                buffer = torch.empty(num_experts, *shape, dtype=torch.uint8, device=device)
+        self.dtype, self.sizes = dtype, (num_experts, hidden_size, ffn_size)
+        self._shapes = {"up": (2 * ffn_size if has_gate else ffn_size, hidden_size), "down": (hidden_size, ffn_size)}
+        for name, shape in self._shapes.items():
+            for kind, size in self._buffer_shapes(*shape).items():
+                buffer = torch.empty(num_experts, *size, dtype=torch.uint8, device=device)
                 self.register_buffer(f"{name}_{kind}", buffer, persistent=False)
-        self._operands: dict[str, MXTensor] = {}
+        self._operands: dict[str, MXTensor | MXFP4Weights] = {}
 
     @torch.no_grad()
     def put(self, expert: int, gate_FH: torch.Tensor, down_HF: torch.Tensor, up_FH: torch.Tensor,
             scaling_mode: str) -> None:
-        """Quantizes the weights of one expert, as `casts.quantize_weights` does with blocks of 128.
+        """Writes the weights of one expert in high precision, of which no copy stays.
 
-        `expert`: counted from this rank's first. Of the weights, no copy stays. Without a gate, the halves of up come
-        as `gate_FH` and `up_FH`.
+        `expert`: counted from this rank's first. Without a gate, the halves of up come as `gate_FH` and `up_FH`.
         """
-        device = self.up_data.device
         for name, parts in (("up", (gate_FH, up_FH)), ("down", (down_HF, ))):
-            stacks = [part.detach().to(device, self.dtype).unsqueeze(0) for part in parts]
-            quantized = casts.quantize_weights(stacks, TILE, scaling_mode)
-            self.put_tiles(name, expert, quantized[0])
+            self.write(name, expert, [part.detach().to(self.up_data.device, self.dtype) for part in parts],
+                       scaling_mode)
 
     @torch.no_grad()
-    def put_tiles(self, name: str, expert: int, tiles: MXTensor) -> None:
-        """Writes the weight of one expert in one GEMM, "up" [2F, H] or "down" [H, F], which is quantized already."""
-        self.get_buffer(f"{name}_data")[expert].copy_(tiles.qdata.view(torch.uint8))
-        self.get_buffer(f"{name}_scale")[expert].copy_(tiles.scale_bytes)
+    def write(self, name: str, expert: int, weight: Weight, scaling_mode: str = "rceil") -> None:
+        """Writes the weight of one expert in one GEMM, "up" [G, H] or "down" [H, F]."""
+        for buffer, part in zip(self._buffers_of(name), self._encoded(weight, scaling_mode), strict=True):
+            buffer[expert].copy_(part)
 
-    def operands(self) -> dict[str, MXTensor]:
-        """The weights of each GEMM as it reads them, by its name: "up", which includes the gate, and "down"."""
+    def operands(self) -> dict[str, MXTensor | MXFP4Weights]:
+        """The weights of each GEMM as ExpertMath takes them, by its name: "up", which includes the gate, and "down".
+        """
         if not self._operands:
-            self._operands = {name: MXTensor(data.view(torch.float8_e4m3fn), scale, TILE, self.dtype, tiled=True)
-                              for name, data, scale in (("up", self.up_data, self.up_scale),
-                                                        ("down", self.down_data, self.down_scale))}
+            self._operands = {name: self._operand(*self._buffers_of(name)) for name in self._shapes}
         return self._operands
 
-    def _apply(self, *args, **kwargs) -> nn.Module:
-        """Moves the buffers. The operands would keep the old ones in memory."""
-        self._operands = {}
-        return super()._apply(*args, **kwargs)
+    def tiles(self, name: str, experts: slice = slice(None)) -> MXTensor:
+        """The weights of a GEMM as tiles of MXFP8, of some of this rank's experts."""
+        return self._tiles(self._operand(*(buffer[experts] for buffer in self._buffers_of(name))))
 
     def dequantized(self) -> Iterator[torch.Tensor]:
         """The experts' gate [E, F, H], down [E, H, F] and up [E, F, H] in `dtype`, one after the other. Without a
         gate, the halves of up in the place of gate and up."""
-        half, up, down = self.up_data.shape[1] // 2, *self.operands().values()
-        yield casts.dequantize(up, self.dtype)[:, :half].contiguous()
-        yield casts.dequantize(down, self.dtype)
-        yield casts.dequantize(up, self.dtype)[:, half:].contiguous()
+        half = self._shapes["up"][0] // 2
+        yield casts.dequantize(self.tiles("up"), self.dtype)[:, :half].contiguous()
+        yield casts.dequantize(self.tiles("down"), self.dtype)
+        yield casts.dequantize(self.tiles("up"), self.dtype)[:, half:].contiguous()
 
     def checksums(self) -> list[int]:
         """For each expert a number that depends on all of its bytes and their places. The same on every device."""
@@ -101,11 +102,82 @@ class FrozenWeights(nn.Module):
 
     def bytes_held(self) -> tuple[int, int]:
         """The bytes of these weights in `dtype`, and as they are held."""
-        values = self.up_data.numel() + self.down_data.numel()
+        values = self.sizes[0] * sum(rows * columns for rows, columns in self._shapes.values())
         return values * self.dtype.itemsize, sum(buffer.numel() for buffer in self.buffers())
+
+    @property
+    def refusal(self) -> str:
+        """Why the weights cannot be trained, after a name of them."""
+        return (f"is frozen, and held in {self.format} alone, so it cannot be trained: freeze fewer experts before "
+                'the engine is made, or write "frozen_experts": "keep" in the mxfp8_moe section, which keeps them in '
+                "the model's dtype")
 
     def requires_grad_(self, requires_grad: bool = True) -> nn.Module:
         """Raises RuntimeError if asked to train the weights."""
         if requires_grad:
-            raise RuntimeError(f"the weight of these experts {REFUSED}")
+            raise RuntimeError(f"the weight of these experts {self.refusal}")
         return self
+
+    def _apply(self, *args, **kwargs) -> nn.Module:
+        """Moves the buffers. The operands would keep the old ones in memory."""
+        self._operands = {}
+        return super()._apply(*args, **kwargs)
+
+    def _buffers_of(self, name: str) -> list[torch.Tensor]:
+        return [buffer for key, buffer in self._buffers.items() if key.startswith(f"{name}_")]  # type: ignore[misc]
+
+    # ---- the format -------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _buffer_shapes(rows: int, columns: int) -> dict[str, tuple[int, int]]:
+        """Of one expert, by kind."""
+        return {"data": (rows, columns), "scale": (-(-rows // TILE), -(-columns // TILE))}
+
+    def _encoded(self, weight: Weight, scaling_mode: str) -> Sequence[torch.Tensor]:
+        """What `write` puts into the buffers of a GEMM."""
+        if isinstance(weight, MXFP4Weights):
+            weight = casts.unpack_tiles(MXFP4Weights(*(one.unsqueeze(0) for one in weight.buffers), weight.dtype))[0]
+        elif not isinstance(weight, MXTensor):
+            weight = casts.quantize_weights([part.unsqueeze(0) for part in weight], TILE, scaling_mode)[0]
+        return weight.qdata.view(torch.uint8), weight.scale_bytes
+
+    def _operand(self, data: torch.Tensor, scale: torch.Tensor) -> Any:
+        return MXTensor(data.view(torch.float8_e4m3fn), scale, TILE, self.dtype, tiled=True)
+
+    @staticmethod
+    def _tiles(operand: Any) -> MXTensor:
+        return operand
+
+
+class FrozenMXFP4Weights(FrozenWeights):
+    """The same in MXFP4: 4.25 bits a value. Each GEMM gets tiles of MXFP8, which are unpacked for it and then freed.
+
+        up_data    [E, G, H / 2]    e2m1, two values in a byte
+        up_scale   [E, G, H / 32]    E8M0
+        up_tile    [E, ceil(G / 128), ceil(H / 128)]    E8M0, the scales of the tiles of MXFP8
+        down_data, down_scale, down_tile: accordingly.
+    """
+
+    format = "MXFP4"
+
+    @staticmethod
+    def _buffer_shapes(rows: int, columns: int) -> dict[str, tuple[int, int]]:
+        return {"data": (rows, columns // 2), "scale": (rows, columns // 32),
+                "tile": (-(-rows // TILE), -(-columns // TILE))}
+
+    def _encoded(self, weight: Weight, scaling_mode: str) -> Sequence[torch.Tensor]:
+        if isinstance(weight, MXTensor):
+            weight = [casts.dequantize(weight, torch.float32)]
+        if not isinstance(weight, MXFP4Weights):
+            weight = mxfp4.quantize(torch.cat([*weight]), self.dtype)
+        return weight.buffers
+
+    def _operand(self, data: torch.Tensor, scale: torch.Tensor, tile: torch.Tensor) -> MXFP4Weights:  # type: ignore[override]
+        return MXFP4Weights(data, scale, tile, self.dtype)
+
+    @staticmethod
+    def _tiles(operand: Any) -> MXTensor:
+        return casts.unpack_tiles(operand)
+
+
+FORMATS = {"mxfp8": FrozenWeights, "mxfp4": FrozenMXFP4Weights}  # by the value of "frozen_experts"

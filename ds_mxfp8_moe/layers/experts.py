@@ -23,7 +23,6 @@ from torch.distributed import ProcessGroup
 
 from ..compute.formula import LowRank
 from ..compute.routing import Routes, round_robin
-from ..ffn.frozen_weights import REFUSED
 from ..ffn.kept_weights import KeptWeights
 from ..ffn.open_ffn import OpenFormula
 from ..recognition.stacked import DOWN, SPREAD_NAMES, Layout, shape_of
@@ -125,7 +124,7 @@ class MXFP8Experts(nn.Module):
         return low_rank(self)
 
     def requires_grad_(self, requires_grad: bool = True) -> nn.Module:
-        """Raises RuntimeError if asked to train weights that are held in MXFP8 alone."""
+        """Raises RuntimeError if asked to train frozen weights that are held quantized alone."""
         if (frozen := frozen_of(self)) is not None:
             frozen.requires_grad_(requires_grad)
         return super().requires_grad_(requires_grad)
@@ -141,8 +140,8 @@ class MXFP8Experts(nn.Module):
         except AttributeError:
             if name == "base_layer" and "adapters" in self._modules:  # by the name that wrappers have
                 raise RuntimeError(NO_MERGE) from None
-            if name in SPREAD_NAMES and frozen_of(self) is not None:
-                raise AttributeError(f"{name} of these experts {REFUSED}") from None
+            if name in SPREAD_NAMES and (frozen := frozen_of(self)) is not None:
+                raise AttributeError(f"{name} of these experts {frozen.refusal}") from None
             raise
 
 
@@ -171,7 +170,7 @@ class ExpertBlock:
         return self.experts.mxfp8_settings
 
     def requires_grad_(self, requires_grad: bool = True) -> nn.Module:
-        """Raises RuntimeError if asked to train weights that are held in MXFP8 alone."""
+        """Raises RuntimeError if asked to train frozen weights that are held quantized alone."""
         self.experts.requires_grad_(requires_grad)
         return super().requires_grad_(requires_grad)  # type: ignore[misc]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frozen experts in 8 bits inside a Hugging Face model, from loading until an engine spreads them over the ranks.
+"""Frozen experts in 8 or 4 bits inside a Hugging Face model, from loading until an engine spreads them over the ranks.
 
 Three kinds of modules become `HeldExperts`: transformers' own experts, while a checkpoint is read
 (checkpoint/from_pretrained.py); its FP8Experts; and its experts of gpt-oss in MXFP4. They obey the contract of stacked
@@ -22,7 +22,7 @@ from ..compute.block_fp8 import Rounding, above, from_block_fp8, from_mxfp4
 from ..compute.formula import gate_then_up
 from ..compute.mx import TILE, MXTensor
 from ..config import ConfigError
-from ..ffn.frozen_weights import FrozenWeights
+from ..ffn.frozen_weights import FORMATS, FrozenMXFP4Weights, FrozenWeights
 from ..ops.log import log_on_rank_0
 from ..recognition.stacked import DOWN, Layout
 
@@ -70,7 +70,8 @@ class HeldExperts(nn.Module):
         self.original = (source, ) if convert else ()
         self._place(torch.full((), float("nan"), dtype=dtype, device=device))
 
-    def take(self, name: str, first: int, count: int, dtype: torch.dtype, device: torch.device) -> FrozenWeights:
+    def take(self, name: str, first: int, count: int, dtype: torch.dtype, device: torch.device,
+             wanted: str | None = None) -> FrozenWeights:
         """The weights of a rank's experts.
 
         Args:
@@ -78,16 +79,17 @@ class HeldExperts(nn.Module):
             first, count: the experts.
             dtype: of the weights that they stand for.
             device: where they are to lie.
+            wanted: "frozen_experts" of the section.
 
         Raises:
-            ConfigError: the experts are to be trained, or this rank has loaded others.
+            ConfigError: the experts are to be trained, or this rank has loaded others, or in another format.
             RuntimeError, TypeError, ValueError: a tensor has another form. The error names it.
         """
         trained = [stack for stack in self.layout.names if getattr(self, stack).requires_grad]
         if trained:
-            raise ConfigError(f"{name}.{trained[0]} is to be trained, but is held in 8 bits alone: freeze it, or load "
+            raise ConfigError(f"{name}.{trained[0]} is to be trained, but is held quantized alone: freeze it, or load "
                               "the model in bf16")
-        return self.weights_of(name, first, count, dtype, device)
+        return self.weights_of(name, first, count, dtype, device, wanted)
 
     def leave(self) -> type:
         """Lets go of where the weights were, for whoever gives this module the class that is returned."""
@@ -115,12 +117,12 @@ class HeldExperts(nn.Module):
 
     def forward(self, *args, **kwargs) -> torch.Tensor:
         """Raises RuntimeError: an engine computes these experts."""
-        raise RuntimeError("these experts are held in 8 bits, which transformers cannot compute: give the model to "
-                           'ds_mxfp8_moe.initialize, with "expert_parallel" in its config')
+        raise RuntimeError("these experts are held quantized alone, which transformers cannot compute: give the model "
+                           'to ds_mxfp8_moe.initialize, with "expert_parallel" in its config')
 
 
 def read_before(weights: FrozenWeights, first: int, name: str, wanted_first: int, wanted_count: int,
-                dtype: torch.dtype, device: torch.device) -> FrozenWeights:
+                dtype: torch.dtype, device: torch.device, wanted: str | None) -> FrozenWeights:
     """HeldExperts.take of the experts from `first` on, whose weights were read before."""
     count = len(weights.up_data)
     if (first, count) != (wanted_first, wanted_count):
@@ -128,6 +130,9 @@ def read_before(weights: FrozenWeights, first: int, name: str, wanted_first: int
                           f"gives it those from {wanted_first} to {wanted_first + wanted_count - 1}: give "
                           "from_pretrained the config of the engine, and leave out use_data_before_expert_parallelism "
                           "and tensor_parallel")
+    if wanted in FORMATS and type(weights) is not FORMATS[wanted]:
+        raise ConfigError(f'{name}: from_pretrained loaded these experts in {weights.format}, but "frozen_experts" is '
+                          f'"{wanted}": give from_pretrained the config of the engine')
     weights.dtype = dtype
     return weights.to(device)
 
@@ -150,20 +155,22 @@ def gate_above_up(name: str, data: torch.Tensor, factors: torch.Tensor, rounding
 
 
 def _of_fp8_experts(rounding: Rounding, source: nn.Module, name: str, first: int, count: int, dtype: torch.dtype,
-                    device: torch.device) -> FrozenWeights:
+                    device: torch.device, wanted: str | None) -> FrozenWeights:
     _, hidden, ffn = source.down_proj.shape
-    weights, up = FrozenWeights(count, hidden, ffn, dtype, device, source.has_gate), Layout.of(source).up
+    weights = FORMATS.get(wanted, FrozenWeights)(count, hidden, ffn, dtype, device, source.has_gate)
+    up = Layout.of(source).up
     of_up = gate_above_up if source.has_gate else from_block_fp8
     for i in range(first, first + count):
         for gemm, stack, convert in (("up", up, of_up), ("down", DOWN, from_block_fp8)):
             parts = [getattr(source, f"{stack}{end}").detach()[i].to(device) for end in ("", "_scale_inv")]
-            weights.put_tiles(gemm, i - first, convert(f"{name}.{stack}[{i}]", *parts, rounding))  # type: ignore[call-arg]
+            weights.write(gemm, i - first, convert(f"{name}.{stack}[{i}]", *parts, rounding))  # type: ignore[call-arg]
     return weights
 
 
 def _of_mxfp4_experts(rounding: Rounding, source: nn.Module, name: str, first: int, count: int, dtype: torch.dtype,
-                      device: torch.device) -> FrozenWeights:
-    weights = FrozenWeights(count, source.hidden_size, source.intermediate_size, dtype, device)
+                      device: torch.device, wanted: str | None) -> FrozenWeights:
+    kind = FORMATS.get(wanted, FrozenMXFP4Weights)
+    weights = kind(count, source.hidden_size, source.intermediate_size, dtype, device)
     for gemm, stack in (("up", "gate_up_proj"), ("down", "down_proj")):
         # transformers keeps both in the layout of its kernels, [E, K, N].
         blocks, scales = (one.storage.layout.unswizzle_data(one.storage.data).transpose(-1, -2) for one in (
@@ -172,7 +179,7 @@ def _of_mxfp4_experts(rounding: Rounding, source: nn.Module, name: str, first: i
         for i in range(first, first + count):
             parts = [blocks[i].to(device), scales[i].to(device)]
             parts = [gate_then_up(part, dim=0) for part in parts] if gemm == "up" else parts
-            weights.put_tiles(gemm, i - first, from_mxfp4(f"{name}.{stack}[{i}]", *parts, rounding))  # type: ignore[call-arg]
+            weights.write(gemm, i - first, from_mxfp4(f"{name}.{stack}[{i}]", *parts, rounding))  # type: ignore[call-arg]
     return weights
 
 

@@ -15,6 +15,7 @@ from ds_mxfp8_moe.compute import casts, mx
 from ds_mxfp8_moe.compute.recorded import Weights, recorded
 from ds_mxfp8_moe.ops.mx_format import MXParts
 from ds_mxfp8_moe.ops.triton_kernels import quantize as kernels
+from tests.support.mxfp4_cases import run_unpack
 from tests.support.quantize_cases import (
     DTYPES,
     run_columns,
@@ -95,12 +96,13 @@ CASES = [
         ((1000, 2048), F16, 128, "rceil"), ((1000, 2048), F32, 32, "rceil")]),
     *((replayed_where_weights_lie, block, transposed) for block in (32, 128) for transposed in (False, True)),
     *((run_transpose_tiles, "cuda", *shape) for shape in [(2, 160, 416), (3, 1536, 2048)]),
+    *((run_unpack, "cuda", *shape) for shape in [(5, 160, 416), (5, 1536, 2048)]),
     *((run_empty, "cuda", block) for block in (32, 128)),
 ]
 
 
 # One of each cast, block, layout and dtype. The others are wide.
-QUICK = [0, 1, 2, 3, 4, 5, 6, 11, 13, 16, 18, 21, 25, 29, 32, 35, 38, 40, 42]
+QUICK = [0, 1, 2, 3, 4, 5, 6, 11, 13, 16, 18, 21, 25, 29, 32, 35, 38, 40, 41, 42, 44]
 
 
 def _start():

@@ -78,6 +78,9 @@ def casts():
     cast.quantize_weights([torch.empty(E, F, H, dtype=BF16)], 128, "rceil", True)
     for rows in (F, F + 32):
         module("transpose_tiles").transpose_tiles(mx(E, rows, H, block=128, tiled=True))
+        for transposed in (False, True):
+            module("unpack").unpack_tiles(*(torch.empty(E, *shape, dtype=BYTE) for shape in (
+                (rows, H // 2), (rows, H // 32), (-(-rows // 128), H // 128))), transposed)
 
 
 def adapters():
@@ -294,7 +297,7 @@ def test_shared_memory_is_read_before_it_is_brought_again(launches):
 def test_memory_is_moved_by_16_bytes(launches):
     """Of what is read or what is written, whichever is wider. A few numbers a row, and a table of pointers, are left
     out."""
-    rooms = r"\.(quantize|transpose_tiles|activation|permute|unpermute|local)\."
+    rooms = r"\.(quantize|transpose_tiles|unpack|activation|permute|unpermute|local)\."
     moving = [launch for launch in launches if re.search(rooms, launch.kernel)
               and not launch.kernel.endswith(("_sum_shares_kernel", "_places_kernel", "_count_kernel",
                                               "_scan_kernel", "_place_kernel"))]
@@ -314,7 +317,7 @@ def test_casts_to_e4m3_are_the_hardware_s(launches):
 
 def test_subnormals_are_not_flushed(launches):
     """But for what exp2 and rsqrt flush, which is nothing beside 1."""
-    of_values = [launch for launch in launches if re.search(r"\.(quantize|activation)\.", launch.kernel)]
+    of_values = [launch for launch in launches if re.search(r"\.(quantize|activation|unpack)\.", launch.kernel)]
     assert not [launch.kernel for launch in of_values
                 if ".ftz" in re.sub(r"(ex2|rsqrt)\.approx\.ftz", "", launch.ptx)]
 

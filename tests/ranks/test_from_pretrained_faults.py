@@ -172,12 +172,12 @@ def test_a_section_of_autoep_that_does_not_fit_the_model_is_a_config_error(tmp_p
 def out_of_memory(directory, config):
     """The error of this rank, where rank 1 has no memory for its second expert."""
 
-    def put(plain, weights, gemm, expert, tiles):
+    def write_one(plain, weights, gemm, expert, *args):
         if dist.get_rank() == 1 and expert == 1:
             raise torch.OutOfMemoryError("no memory left")
-        plain(weights, gemm, expert, tiles)
+        plain(weights, gemm, expert, *args)
 
-    with patched(FrozenWeights, "put_tiles", put):
+    with patched(FrozenWeights, "write", write_one):
         return refused(directory, config)
 
 
@@ -206,11 +206,11 @@ def called(net, config):
     ({"expert_parallel": {"enabled": False}}, None, '"expert_parallel": {"enabled": true'),
     ({}, partial(initialized, {"expert_parallel": {"enabled": True, "autoep_size": 1}}), "this rank loaded the exp"),
     ({}, partial(initialized, {"expert_parallel": {"enabled": False}}),
-     "layers.0.mlp.experts is held in MXFP8 alone, and is not spread over the ranks: the section \"expert_parallel\" "
+     "layers.0.mlp.experts is held quantized alone, and is not spread over the ranks: the section \"expert_parallel\" "
      "is {'enabled': False}."),
     ({}, partial(initialized, {"mxfp8_moe": {"enabled": False}}), 'write "mxfp8_moe": {"enabled": true}'),
-    ({}, unfrozen, "gate_up_proj is to be trained, but is held in 8 bits alone"),
-    ({}, called, "held in 8 bits, which transformers cannot compute: give the model to ds_mxfp8_moe.initialize")])
+    ({}, unfrozen, "gate_up_proj is to be trained, but is held quantized alone"),
+    ({}, called, "held quantized alone, which transformers cannot compute: give the model to ds_mxfp8_moe.in")])
 def test_what_does_not_fit_together_is_refused(ranks2, tmp_path, changes, use, said):
     write(tmp_path, "qwen3_moe", "bf16")
     config = ds_config(MXFP8, **changes)

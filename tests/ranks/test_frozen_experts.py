@@ -15,16 +15,16 @@ import pytest
 import torch
 
 import ds_mxfp8_moe
-from ds_mxfp8_moe.compute import grouped_gemm, mx, recorded
+from ds_mxfp8_moe.compute import casts, grouped_gemm, mx, recorded
 from ds_mxfp8_moe.config import ConfigError
-from ds_mxfp8_moe.ffn.frozen_weights import FrozenWeights
+from ds_mxfp8_moe.ffn.frozen_weights import FrozenMXFP4Weights, FrozenWeights
 from ds_mxfp8_moe.layers.experts import converted_layers
 from ds_mxfp8_moe.layers.frozen_experts import frozen_layers, frozen_of
 from ds_mxfp8_moe.ops.op_builder import replay
 from ds_mxfp8_moe.ops.triton_kernels import recording
 from tests.support.adapted_models import adapted, build
 from tests.support.autoep_models import autoep_layers, ds_config, engine, model, train_engine
-from tests.support.frozen_experts_cases import calls
+from tests.support.frozen_experts_cases import as_it_is, calls, far_apart
 from tests.support.pretrained_models import held_out_logits, held_out_loss, loaded
 from tests.support.slow import WIDE, slow_except
 
@@ -115,23 +115,36 @@ def test_blocks_of_32_read_one_scale_a_tile(ranks2):
     ("hp-128", "random", 50), ("mxfp8-128", "random", 50), ("hp-128", "one-expert", 50), ("hp-128", "nowhere", 50),
     ("hp-128", "random", 0)])
 def test_a_call_gives_the_bits_of_kept_weights(recipe, routing, tokens):
-    for held, kept in zip(calls(True, recipe, routing, tokens), calls(False, recipe, routing, tokens), strict=True):
-        assert torch.equal(held, kept)
+    held, kept = (calls(frozen, recipe, routing, tokens) for frozen in (FrozenWeights, None))
+    assert all(map(torch.equal, held, kept))
+
+
+@pytest.mark.parametrize("recipe, routing, files", [
+    ("hp-128", "random", as_it_is), ("hp-128", "one-expert", far_apart), ("mxfp8-32", "random", as_it_is)])
+def test_files_in_mxfp4_give_the_bits_of_mxfp8(recipe, routing, files):
+    """Outputs, and gradients of tokens, routing weights and adapters."""
+    wanted = calls(FrozenWeights, recipe, routing, files=files)
+    with mock.patch.object(casts, "unpack_tiles", wraps=casts.unpack_tiles) as unpack:
+        assert all(map(torch.equal, calls(FrozenMXFP4Weights, recipe, routing, files=files), wanted))
+    assert unpack.call_count == 3 * 4  # forward and backward of both GEMMs
+    exact = calls(FrozenMXFP4Weights, recipe, routing, files=as_it_is)
+    assert all(map(torch.equal, wanted, exact)) == (files is as_it_is)
 
 
 @pytest.mark.slow  # it builds the executor
 @pytest.mark.skipif(not replay.ReplayBuilder().is_compatible(), reason=str(replay.ReplayBuilder()._obstacle()))
-@pytest.mark.parametrize("recipe", ["hp-128", "mxfp8-32"])
-def test_replayed_calls_read_frozen_weights(monkeypatch, recipe):
+@pytest.mark.parametrize("recipe, frozen", [("hp-128", FrozenWeights), ("mxfp8-32", FrozenWeights),
+                                            ("hp-128", FrozenMXFP4Weights)])
+def test_replayed_calls_read_frozen_weights(monkeypatch, recipe, frozen):
     """Plain torch ops stand for the kernels here."""
     monkeypatch.setattr(grouped_gemm, "emulated", lambda device, dtype: True)  # which asks an op that has no tensors
-    wanted = calls(True, recipe, "random")
+    wanted = calls(frozen, recipe, "random")
     executor = replay.ReplayBuilder().jit_load()
     monkeypatch.setattr(recorded, "executor_for", lambda device: executor)
     monkeypatch.setattr(recording.launcher, "current_stream", lambda: lambda device: 0)
     monkeypatch.setattr(recorded, "_PROGRAMS", {})
     for _ in range(2):  # the second time, with other memory
-        assert all(map(torch.equal, calls(True, recipe, "random"), wanted))
+        assert all(map(torch.equal, calls(frozen, recipe, "random"), wanted))
     programs = [program for found in recorded._PROGRAMS.values() for program, _ in found.values()]
     assert len(programs) == 2 and None not in programs
 
@@ -230,7 +243,7 @@ def refused():
     with pytest.raises(ConfigError, match='"recipe" is "bf16".*"frozen_experts" is "mxfp8"'):
         ds_mxfp8_moe.convert(made, {"recipe": "bf16", "frozen_experts": "mxfp8"})
     mixed = ds_mxfp8_moe.initialize(model=second_layer_trained(model()), config=ds_config(WRITTEN))[0]
-    with pytest.raises(RuntimeError, match="layers.0.mlp holds its frozen experts in MXFP8, which no checkpoint"):
+    with pytest.raises(RuntimeError, match="layers.0.mlp holds its frozen experts quantized, in no checkpoint"):
         mixed.save_checkpoint("nowhere")
 
 
@@ -253,7 +266,7 @@ def failing_on_rank_1():
 
 def test_a_rank_without_memory_is_an_error_on_every_rank(ranks2):
     for said in ranks2.run(failing_on_rank_1):
-        assert said == ("frozen experts could not be held in MXFP8: rank 1: base_model.model.model.layers.0.mlp."
+        assert said == ("frozen experts could not be quantized: rank 1: base_model.model.model.layers.0.mlp."
                         "experts, with 2 of 4 experts done: OutOfMemoryError: CUDA out of memory")
 
 
@@ -339,7 +352,7 @@ def whole_saved(directory, stage, family):
                                                       (2, "qwen3_moe")))
 def test_a_whole_model_is_saved_from_dequantized_experts(ranks2, tmp_path, stage, family):
     (loss, told), (other, nothing) = ranks2.run(whole_saved, tmp_path, stage, family)
-    assert told.count("held in MXFP8, are saved in the model's dtype") == 1 and not nothing
+    assert told.count("held quantized, are saved in the model's dtype") == 1 and not nothing
     net = loaded(tmp_path)
     assert loss == other == pytest.approx(held_out_loss(net), rel=1e-3)
     stored = next(p for key, p in net.named_parameters() if key.endswith("experts.down_proj"))

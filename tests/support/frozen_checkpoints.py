@@ -15,8 +15,8 @@ from transformers.integrations.finegrained_fp8 import Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
-from ds_mxfp8_moe.compute.block_fp8 import E2M1
 from tests.support.autoep_models import model
+from tests.support.mxfp4_cases import E2M1
 
 SIZES = dict(hidden_size=128, moe_intermediate_size=128, intermediate_size=128)
 BLOCK_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}

@@ -13,10 +13,12 @@ FORMULAS = {
     "packed": ExpertFormula("gated", "silu", 1024, 512, up="b", down="c", packed="up_gate"),
 }
 SPREAD = dict(stacked=True, rank=8)
-FROZEN = dict(stacked=True, rank=8, frozen=True)
+FROZEN = dict(stacked=True, rank=8, frozen="mxfp8")
+IN_4_BITS = dict(stacked=True, rank=8, frozen="mxfp4")
 CLASSIC = dict(stacked=False, exchanges=True)
 
 RECIPES = "mxfp8", "mxfp8_wgrad_with_hp", "bf16"
 CASES = {f"{name}-{recipe}-classic": (name, recipe, CLASSIC) for name in FORMULAS for recipe in RECIPES} | {
     f"{name}-{recipe}-spread": (name, recipe, SPREAD) for name in ("gated", "gpt-oss") for recipe in RECIPES} | {
-    f"{name}-{recipe}-frozen": (name, recipe, FROZEN) for name in ("gated", "gpt-oss") for recipe in RECIPES[:2]}
+    f"{name}-{recipe}-frozen": (name, recipe, FROZEN) for name in ("gated", "gpt-oss") for recipe in RECIPES[:2]} | {
+    "gpt-oss-mxfp8_wgrad_with_hp-mxfp4": ("gpt-oss", "mxfp8_wgrad_with_hp", IN_4_BITS)}

@@ -7,7 +7,6 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ds_mxfp8_moe.compute.block_fp8 import (
-    E2M1,
     Rounding,
     above,
     from_block_fp8,
@@ -18,6 +17,8 @@ from ds_mxfp8_moe.compute.block_fp8 import (
     to_block_fp8,
 )
 from ds_mxfp8_moe.compute.mx import dequantize, quantize, quantize_tiles
+from ds_mxfp8_moe.compute.mxfp4 import unpack_tiles
+from tests.support.mxfp4_cases import E2M1
 
 F32, E4M3, E8M0, UINT8 = torch.float32, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint8
 SHAPES = [(256, 128), (3, 128, 384), (2, 200, 160), (1, 32)]
@@ -121,11 +122,13 @@ def mxfp4(shape, lowest, highest, seed=0):
 def test_mxfp4_is_exact_while_scales_in_a_tile_are_near(shape):
     blocks, scales = mxfp4(shape, 100, 114)
     rounding = Rounding()
-    tiles = from_mxfp4("w", blocks, scales, rounding)
+    weights = from_mxfp4("w", blocks, scales, rounding)
+    tiles = unpack_tiles(weights)
     reference = convert_moe_packed_tensors(blocks.view(-1, *blocks.shape[-3:]), scales.view(-1, *scales.shape[-2:]),
                                            dtype=F32).transpose(1, 2).view(shape)
     assert torch.equal(dequantize(tiles, F32), reference)
     assert rounding.changed == 0 and tiles.scale_bytes.shape == tile_grid(shape)
+    assert torch.equal(weights.values(), reference) and torch.equal(weights.tile_bytes, tiles.scale_bytes)
 
 
 def test_mxfp4_values_that_a_tile_cannot_hold_are_counted():
@@ -133,14 +136,12 @@ def test_mxfp4_values_that_a_tile_cannot_hold_are_counted():
     blocks[0], blocks[1] = 0x77, 0x91  # 6 and 6; 0.5 and -0.5
     scales[0] += 15
     rounding = Rounding()
-    tiles = from_mxfp4("w", blocks, scales, rounding)
+    tiles = unpack_tiles(from_mxfp4("w", blocks, scales, rounding))
     lookup = torch.tensor([*E2M1, *(-value for value in E2M1)])
     values = torch.stack([lookup[(blocks & 15).int()], lookup[(blocks >> 4).int()]], -1).flatten(-3)
     # The tile's step is now 2^0 of the other blocks: 0.5 and 1.5 lie between two steps.
     assert rounding.changed == (values[1:].abs().remainder(1) == 0.5).sum() > 0
     assert torch.equal(dequantize(tiles, F32)[1:] * 2.0**27, values[1:].round())
-    nan = from_mxfp4("w", blocks, torch.full_like(scales, 255))
-    assert dequantize(nan, F32).isnan().all()
 
 
 def test_mxfp4_of_another_form_is_named():
@@ -149,6 +150,9 @@ def test_mxfp4_of_another_form_is_named():
         from_mxfp4("experts.down_proj", blocks, scales[:64])
     with pytest.raises(TypeError, match="experts.down_proj"):
         from_mxfp4("experts.down_proj", blocks, scales.int())
+    scales[5, 1] = 255
+    with pytest.raises(ValueError, match="experts.down_proj: one of its scales is NaN"):
+        from_mxfp4("experts.down_proj", blocks, scales)
 
 
 @pytest.mark.parametrize("rows", [128, 192])

@@ -17,7 +17,7 @@ from ds_mxfp8_moe.engine import self_check
 from ds_mxfp8_moe.engine.self_check import Kind, Verdict, small
 from ds_mxfp8_moe.ffn import expert_math
 from ds_mxfp8_moe.transport import local
-from tests.support.self_check_cases import CASES, CLASSIC, FORMULAS, FROZEN, SPREAD
+from tests.support.self_check_cases import CASES, CLASSIC, FORMULAS, FROZEN, IN_4_BITS, SPREAD
 from tests.support.slow import slow_except
 
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ def on_cpu(monkeypatch, tmp_path):
 
 
 # tests/gpu takes every pair of formula and recipe. Here the first formula has every recipe, the others have MXFP8.
-ON_CPU = [case for case in CASES if case.startswith("gated-") or "-mxfp8-" in case]
+ON_CPU = [case for case in CASES if case.startswith("gated-") or "-mxfp8-" in case or "-mxfp4" in case]
 
 
 @pytest.mark.parametrize("case", slow_except(ON_CPU, "gated-mxfp8_wgrad_with_hp-spread", "packed-mxfp8-classic",
@@ -92,13 +92,14 @@ def raising(x):
     (casts, "quantize_weights", with_a_wrong_tile, "bf16", "quantize_weights: signal"),
     (casts, "quantize_both", with_a_wrong_tile, "bf16", "forms_of_gradient, tensor 0 of 2: signal"),
     (casts, "transpose_tiles", with_a_wrong_tile, "bf16", "gemm: signal"),
+    (casts, "unpack_tiles", with_a_wrong_tile, "bf16", "gemm: signal"),
     (local, "plan_rows", with_a_wrong_tile, "deepspeed", "plan, tensor"),
     (local, "with_zero_row", with_a_wrong_tile, "deepspeed", "dispatch, tensor 0 of 2: signal"),
 ])
 def test_a_wrong_result_of_one_step_is_found(monkeypatch, module, name, change, runs, found):
     """Whatever a step computes between two others is found as well."""
     monkeypatch.setattr(module, name, broken_once(getattr(module, name), change))
-    keys = FROZEN if name == "transpose_tiles" else SPREAD
+    keys = {"transpose_tiles": FROZEN, "unpack_tiles": IN_4_BITS}.get(name, SPREAD)
     one = kind("gpt-oss", **keys)
     if name == "quantize_both":
         one = one._replace(recipe=replace(one.recipe, wgrad="mxfp8", combine_bwd="bf16"))

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights in MXFP4 in plain PyTorch: made from values, and unpacked into tiles of MXFP8, which GEMMs multiply.
+
+MXFP4 (OCP Microscaling Formats v1.0) stores e2m1 values, two in a byte, and one E8M0 byte for 32 values of a row. An
+e2m1 value times a power of two is an e4m3 value, so a tile of 128x128 values is exact in MXFP8 while the scale bytes
+in it differ by 14 or less. What lies below is rounded as `mx.quantize_tiles` does.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from .mx import NAN_SCALE_BYTE, TILE, MXTensor, _pad_to, _power_of_two, _scale_bytes, quantize_tiles, transpose_tiles
+
+
+class MXFP4Weights(NamedTuple):
+    """Weights [..., N, K], where K is a multiple of 32.
+
+    Attributes:
+        codes: uint8 [..., N, K / 2]. The lower half of a byte is the earlier value.
+        scale_bytes: uint8 [..., N, K / 32], E8M0.
+        tile_bytes: uint8 [..., ceil(N / 128), ceil(K / 128)], E8M0, the scales of the weights as tiles of MXFP8.
+        dtype: what they look like.
+    """
+
+    codes: torch.Tensor
+    scale_bytes: torch.Tensor
+    tile_bytes: torch.Tensor
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, codes: torch.Tensor, scale_bytes: torch.Tensor, dtype: torch.dtype) -> "MXFP4Weights":
+        sizes = _pad_to(_values(codes, scale_bytes).abs_(), (TILE, TILE))
+        largest = sizes.unflatten(-1, (-1, TILE)).unflatten(-3, (-1, TILE)).amax((-3, -1))
+        return cls(codes.contiguous(), scale_bytes.contiguous(), _scale_bytes(largest, "rceil").to(torch.uint8), dtype)
+
+    @property
+    def buffers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.codes, self.scale_bytes, self.tile_bytes
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.codes.shape[:-1], 2 * self.codes.shape[-1]))
+
+    def values(self) -> torch.Tensor:
+        """Float32 [..., N, K], exactly."""
+        return _values(self.codes, self.scale_bytes)
+
+
+def quantize(w_NK: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> MXFP4Weights:
+    """Rounds weights to MXFP4. Each block takes the better of two scales, by the squared error of its values.
+
+    The first is the power of two with which the largest value is in [4, 8); the largest e2m1 value is 6. The second is
+    twice that. Smaller ones would cut the largest value. A block with NaN or Inf gets scale byte 255 and is NaN.
+
+    Args:
+        w_NK: [..., N, K] in bf16, fp16 or fp32. K is a multiple of 32.
+        dtype: what the result looks like.
+    """
+    if w_NK.shape[-1] % 32:
+        raise ValueError(f"a weight of shape {tuple(w_NK.shape)} has no form in MXFP4, whose blocks have 32 values: "
+                         "its last axis must be a multiple of 32")
+    blocks = w_NK.detach().float().unflatten(-1, (-1, 32))
+    sizes = blocks.abs()
+    exponent = (sizes.amax(-1).view(torch.int32) & 0x7FFFFFFF) >> 23
+    lower = (exponent - 2).clamp(0, 252)
+    errors = []
+    for byte in (lower, lower + 1):
+        scale = _power_of_two(byte).unsqueeze(-1)
+        _, nearest = _nearest(sizes / scale)
+        errors.append(nearest.mul_(scale).sub_(sizes).square_().sum(-1))
+    byte = torch.where(errors[1] < errors[0], lower + 1, lower)
+    codes, _ = _nearest(sizes / _power_of_two(byte).unsqueeze(-1))
+    codes = (codes + 8 * torch.signbit(blocks)).nan_to_num_().to(torch.uint8).flatten(-2)
+    byte = byte.masked_fill_(exponent == 255, NAN_SCALE_BYTE).to(torch.uint8)
+    return MXFP4Weights.of(codes[..., 0::2] | codes[..., 1::2] << 4, byte, dtype)
+
+
+def _nearest(sizes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes of values of 0 and more, rounded to nearest even and at most 6, and what they stand for: 0, 0.5, 1,
+    1.5, 2, 3, 4 and 6."""
+    step = torch.where(sizes < 2, 0.5, torch.where(sizes < 4, 1.0, 2.0))
+    steps = (sizes.clamp_max(6) / step).round_()
+    return steps + 2 * (step.log2() + 1), steps * step  # 2 is 4, 2 or 1 steps, and code 4
+
+
+def _values(codes: torch.Tensor, scale_bytes: torch.Tensor) -> torch.Tensor:
+    e2m1 = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).int()
+    # As exponent and mantissa of a float32, the three bits beside the sign stand for 2^-126 of the value.
+    values = ((e2m1 & 8) << 28 | (e2m1 & 7) << 22).view(torch.float32) * 2.0**126
+    return (values.unflatten(-1, (-1, 32)) * _power_of_two(scale_bytes.int()).unsqueeze(-1)).flatten(-2)
+
+
+def unpack_tiles(weights: MXFP4Weights, transposed: bool = False) -> MXTensor:
+    """The weights [..., N, K] as tiles of MXFP8. `transposed`: their transpose [..., K, N]."""
+    tiles = MXTensor.of(quantize_tiles(weights.values()).parts, weights.dtype)
+    return transpose_tiles(tiles) if transposed else tiles
