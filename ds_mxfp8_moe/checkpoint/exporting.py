@@ -25,7 +25,7 @@ from ..layers.experts import ExpertBlock, expert_blocks
 from ..ops.log import log_on_rank_0
 from ..transport.agreement import check_same_arguments
 from ..transport.deadline import tell_peers, tell_peers_on_error
-from .gathering import Gather, given_engine, restore_persistent, unpartitioned
+from .gathering import Gather, given_engine, restore_persistent
 from .published import ExpertStack, FrozenRows, Published, published
 
 Format = Literal["model", "fp8"]
@@ -79,15 +79,9 @@ def checked(engine: Any, weights: str) -> Published:
 
 
 def stream(model: Published, weights: str, bucket_bytes: int = 2**30, rank_0_only: bool = False,
-           after_part: Callable[[], None] = lambda: None) -> Iterator[tuple[str, torch.Tensor]]:
-    """The iterator of `export_weights`. `after_part`: called between exchanges, on every rank as often."""
-
-    def parts() -> Iterator[Iterable[tuple[str, torch.Tensor]]]:
-        for pairs in _parts(model, weights, bucket_bytes, rank_0_only):
-            yield pairs
-            after_part()
-
-    remaining = parts()
+           meet: Callable[[], None] = lambda: None) -> Iterator[tuple[str, torch.Tensor]]:
+    """The iterator of `export_weights`. `meet`: called before each exchange, on every rank as often."""
+    remaining = _parts(model, weights, bucket_bytes, rank_0_only, meet)
     try:
         for pairs in remaining:  # `yield from remaining` would close it too early
             yield from pairs
@@ -137,6 +131,7 @@ class _Merging(Gather):
         layer = self.adapted.get(id(value))
         if layer is None:
             return super().whole(value)
+        self.meet()
         with deepspeed.zero.GatheredParameters([p for p in layer.parameters() if hasattr(p, "ds_id")]):
             if not self.keep:
                 return None
@@ -152,7 +147,7 @@ class _Merging(Gather):
         first, name = layer.ep_rank * layer.num_local_experts, self.names[layer]
         for role, weight in zip(("gate", "down", "up"), weights, strict=True):
             if weight is not None and role in adapters:
-                weight = unpartitioned(weight)
+                weight = self.unpartitioned(weight)
                 experts = range(first, first + layer.num_local_experts)
                 seeds = seeds_of([f"{name}.{role}.{i}" for i in experts], self.step, weight.device)
                 before, weight = weight, merge(weight, adapters[role], seeds)
@@ -166,11 +161,11 @@ class _Merging(Gather):
             self.share.add(_plain(before_1NK).float(), _plain(after_1NK).float(), update)
 
 
-def _parts(model: Published, weights: str, bucket_bytes: int,
-           rank_0_only: bool) -> Iterator[Iterable[tuple[str, torch.Tensor]]]:
+def _parts(model: Published, weights: str, bucket_bytes: int, rank_0_only: bool,
+           meet: Callable[[], None]) -> Iterator[Iterable[tuple[str, torch.Tensor]]]:
     """The pairs of `export_weights`, in parts. Only the step from one part to the next is collective."""
     gather = _Merging(keep=not rank_0_only or dist.get_rank() == 0, on_host=False, to_all=not rank_0_only,
-                      where="export_weights", adapted=model.adapted, step=model.engine.global_steps,
+                      where="export_weights", meet=meet, adapted=model.adapted, step=model.engine.global_steps,
                       names={module: name for name, module in model.engine.module.named_modules()})
     rounding = Rounding()
     for stack in model.stacks:
@@ -183,6 +178,7 @@ def _parts(model: Published, weights: str, bucket_bytes: int,
         del experts  # in ZeRO-3, copies
     for pair in model.rest(gather):
         yield pair,
+    meet()
     restore_persistent(model.engine)
     if rounding.changed:
         trained = {f"blocks of {stack.recipe.block_size}" if stack.recipe else "unquantized weights"
@@ -202,7 +198,7 @@ class _Experts:
     def __init__(self, stack: ExpertStack, gather: _Merging, fp8: bool):
         """Collective in ZeRO-3."""
         self.stack, self.layer, self.gather, self.fp8 = stack, stack.layer, gather, fp8
-        self.local = {role: _local(weights) for role, weights in stack.weights.items()}
+        self.local = {role: _local(gather, weights) for role, weights in stack.weights.items()}
         self.adapters = _adapters_of(stack.layer)
         if "gate" in self.local:
             self.adapters = _of_halves(self.adapters)
@@ -216,7 +212,7 @@ class _Experts:
         for role in self.local:
             w_LNK = self._merged(role, part) if role in self.adapters else self._unmerged(role, part)
             sent += [w_LNK.qdata, w_LNK.scale_bytes] if self.fp8 else [w_LNK]
-        for rank, received in enumerate(self._exchanged(sent)):
+        for rank, received in enumerate(self.gather.parts(self.layer, sent)):
             first = rank * self.layer.num_local_experts + part.start
             columns = []
             for role in self.local:
@@ -270,28 +266,19 @@ class _Experts:
             return merge_as_tiles(w_LNK, adapter, seeds, self._scaling_mode)
         return merge(_plain(w_LNK), adapter, seeds)
 
-    def _exchanged(self, sent: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """`sent` of each rank of the group."""
-        if self.layer.ep_size == 1:
-            yield from [sent] if self.gather.keep else ()
-            return
-        flat = [tensor.contiguous().view(torch.uint8).flatten() for tensor in sent]
-        for part in self.gather.parts(self.layer, torch.cat(flat)) or ():
-            pieces = part.split([len(piece) for piece in flat])
-            yield [piece.view(tensor.dtype).view(tensor.shape) for piece, tensor in zip(pieces, sent, strict=True)]
-
 
 def _plain(w_LNK: casts.Stack) -> torch.Tensor:
     return casts.dequantize(w_LNK, w_LNK.dtype) if isinstance(w_LNK, MXTensor) else casts.joined([w_LNK])
 
 
-def _local(weights: Any) -> Any:
+def _local(gather: Gather, weights: Any) -> Any:
     """Weights of an ExpertStack without ZeRO-3's partitions. Collective."""
-    if isinstance(weights, tuple):
-        return torch.cat([unpartitioned(rows) for rows in weights], dim=1)
-    if isinstance(weights, list):
-        return [one.detach() for one in weights]
-    return weights if isinstance(weights, FrozenRows) else unpartitioned(weights)
+    if isinstance(weights, FrozenRows):
+        return weights
+    if isinstance(weights, torch.Tensor):
+        return gather.unpartitioned(weights)
+    parts = [gather.unpartitioned(one) for one in weights]
+    return torch.cat(parts, dim=1) if isinstance(weights, tuple) else parts
 
 
 def _adapters_of(layer: Any) -> dict[str, LowRank]:

@@ -39,42 +39,54 @@ class Gather:
         on_host: they are copies in host memory. Else they lie on the model's device, and may be the model's own.
         to_all: all ranks get them. Else rank 0 gets those of other ranks.
         where: what calls this, for errors.
+        meet: called before each exchange, on every rank as often.
     """
 
     keep: bool
     on_host: bool = True
     to_all: bool = False
     where: str = "saving the model, where rank 0 gathers experts"
+    meet: Callable[[], None] = lambda: None
+
+    def unpartitioned(self, value: torch.Tensor) -> torch.Tensor:
+        """A parameter or buffer as it is without ZeRO-3, on every rank."""
+        if not hasattr(value, "ds_id"):
+            return value.detach()
+        self.meet()
+        with deepspeed.zero.GatheredParameters([value]):
+            return value.detach().clone()
 
     def whole(self, value: torch.Tensor) -> torch.Tensor | None:
-        """A parameter or buffer as it is without ZeRO-3. None where it is not kept."""
-        return self._placed(unpartitioned(value))
+        """The same. None where it is not kept."""
+        return self._placed(self.unpartitioned(value))
 
     def experts(self, layer: Any, weight: torch.Tensor) -> torch.Tensor | None:
         """[E, ...] of all ranks' experts. None where it is not kept. `layer`: a block, or a classic layer's inner."""
-        parts = self.parts(layer, unpartitioned(weight).contiguous())
-        if parts is None or len(parts) == 1:
-            return self._placed(parts[0]) if parts else None
-        return torch.cat([self._placed(part) for part in parts])
+        parts = [self._placed(part) for part, in self.parts(layer, [self.unpartitioned(weight).contiguous()])]
+        return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else None
 
     def layer_experts(self, layer: Any, weights: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """`experts` of each of a block's weights w1, w2 and w3. None stands for one that is not wanted."""
         return [None if weight is None else self.experts(layer, weight) for weight in weights]
 
-    def parts(self, layer: Any, local: torch.Tensor) -> list[torch.Tensor] | None:
-        """What each rank of the layer's group gives as `local`, in rank order, on the device. None: not kept here."""
+    def parts(self, layer: Any, local: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """What each rank of the layer's group gives as `local`, in rank order, on the device. []: not kept here."""
         if layer.ep_size == 1:
-            return [local] if self.keep else None
+            return [local] if self.keep else []
+        self.meet()
         if not self.to_all and 0 not in ranks_of(layer.ep_group):  # these experts are copies of others
-            return None
-        with deadline_for(layer.ep_group, local.device, f"{self.where} (every rank has to make this call)"):
+            return []
+        flat = [tensor.contiguous().view(torch.uint8).flatten() for tensor in local]
+        message = flat[0] if len(flat) == 1 else torch.cat(flat)
+        received = message.new_empty(layer.ep_size if self.keep else 0, len(message))
+        with deadline_for(layer.ep_group, message.device, f"{self.where} (every rank has to make this call)"):
             if self.to_all:
-                whole = local.new_empty(layer.ep_size * local.numel())
-                dist.all_gather_into_tensor(whole, local.flatten(), group=layer.ep_group)
-                return list(whole.view(layer.ep_size, *local.shape))
-            parts = [torch.empty_like(local) for _ in range(layer.ep_size)] if self.keep else None
-            dist.gather(local, parts, dst=0, group=layer.ep_group)
-        return parts
+                dist.all_gather_into_tensor(received.flatten(), message, group=layer.ep_group)
+            else:
+                dist.gather(message, [*received] if self.keep else None, dst=0, group=layer.ep_group)
+        pieces = (part.split([len(piece) for piece in flat]) for part in received)
+        return [[piece.view(tensor.dtype).view(tensor.shape) for piece, tensor in zip(of_rank, local, strict=True)]
+                for of_rank in pieces]
 
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor | None:
         if not self.keep:
@@ -253,14 +265,6 @@ def classic_tensors(model: torch.nn.Module, gather: Gather, wanted: Wanted) -> I
         for rank, tensor in enumerate(of_ranks if gather.keep else ()):
             index = rank * layer.num_local_experts + int(found["index"])
             yield f"{found['layer']}.experts.deepspeed_experts.{index}.{found['rest']}", tensor.clone()
-
-
-def unpartitioned(value: torch.Tensor) -> torch.Tensor:
-    """A parameter as it is without ZeRO-3. Collective."""
-    if not hasattr(value, "ds_id"):
-        return value.detach()
-    with deepspeed.zero.GatheredParameters([value]):
-        return value.detach().clone()
 
 
 def check_complete(state: dict, skeleton) -> None:

@@ -113,7 +113,7 @@ def _of_adapters(model):
 
 
 def _write_fp8(model: Published, most_bytes: int, directory, rank_0: RankZeroWrites) -> None:
-    pairs = stream(model, "fp8", rank_0_only=True, after_part=rank_0.step)
+    pairs = stream(model, "fp8", rank_0_only=True, meet=rank_0.step)
     try:
         if dist.get_rank() > 0:
             return

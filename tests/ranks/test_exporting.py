@@ -7,9 +7,11 @@ import json
 import os
 import re
 import signal
-from contextlib import redirect_stdout
+import time
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from unittest import mock
 
+import deepspeed
 import deepspeed.comm as dist
 import peft
 import pytest
@@ -20,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe import export_weights, save_pretrained
+from ds_mxfp8_moe.checkpoint import gathering
 from ds_mxfp8_moe.checkpoint.gathering import Gather
 from ds_mxfp8_moe.checkpoint.staging import staged
 from ds_mxfp8_moe.checkpoint.writing import ShardWriter
@@ -374,6 +377,38 @@ def test_arguments_that_differ_between_ranks_are_an_error_on_every_rank(ranks2, 
         f"from_pretrained got autoep_size=1 on rank 0 and autoep_size=2 on rank 1: {cure}",
         "rank 0 calls save_pretrained, and rank 1 calls export_weights: all ranks must make the same calls in the "
         "same order"]
+
+
+def seconds_in_exchanges(directory, stage):
+    """The longest exchange of a rank, while rank 0 writes a tensor for two seconds."""
+    engine = engine_of(model("qwen3_moe", **SIZES), stage=stage)
+    longest, write, slow = [0.0], ShardWriter.add, [2]
+
+    def add(*args):
+        time.sleep(slow.pop() if slow else 0)
+        write(*args)
+
+    def timed(plain):
+        @contextmanager
+        def context(*args):
+            start = time.monotonic()
+            with plain(*args):
+                yield
+            longest.append(time.monotonic() - start)
+
+        return context
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(ShardWriter, "add", add))
+        for module, name in (gathering, "deadline_for"), (deepspeed.zero, "GatheredParameters"):
+            stack.enter_context(mock.patch.object(module, name, timed(getattr(module, name))))
+        save_pretrained(engine, directory, "fp8")
+    return max(longest)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_no_rank_waits_in_an_exchange_while_rank_0_writes(ranks2, tmp_path, stage):
+    assert 0 < ranks2.run(seconds_in_exchanges, tmp_path, stage)[1] < 1
 
 
 def exports(directory):

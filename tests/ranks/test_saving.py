@@ -266,17 +266,17 @@ def test_the_files_hold_what_transformers_writes(ranks2, tmp_path, stage):
 def whole_at_once(directory):
     """How many whole tensors this rank holds at most."""
     engine, held, most = build("qwen3_moe", {"enabled": True}, 3, 2), weakref.WeakSet(), 0
-    gather = gathering.unpartitioned
+    plain = gathering.Gather.unpartitioned
 
-    def whole(value):
+    def whole(gather, value):
         nonlocal most
-        tensor = gather(value)
+        tensor = plain(gather, value)
         held.add(tensor)
         most = max(most, len(held))
         return tensor
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gathering, "unpartitioned", whole)
+        patch.setattr(gathering.Gather, "unpartitioned", whole)
         save_pretrained(engine, directory)
     return most
 
