@@ -17,7 +17,9 @@ from torch.utils.checkpoint import checkpoint
 SDPA = {"sdpa, flash": "flash"}  # which of torch's backends; by itself it takes cuDNN's
 OPTIMIZERS = {None: {"torch_adam": True, "fused": True}, "torch AdamW, not fused": {"torch_adam": True},
               "DeepSpeed's AdamW": {}}
-FLASH = "flashoptim.FlashAdamW"  # in place of one in the JSON: Adam's moments in 8 bits
+# Adam's moments in 8 bits, and masters in float32, or in bf16 with 8 bits of correction. Our engines alone know it.
+FLASH, FLASH_BF16 = "flashoptim.FlashAdamW", "flashoptim.FlashAdamW, masters in bf16"
+BF16_MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 OWN, LARGE_CHUNKS = "transformers' loss", "Liger's loss in large chunks"
 IN_CHUNKS, TILED = "loss in chunks", "DeepSpeed's tiled loss"
 BETWEEN = "between the MoE layers"  # what is compiled: DeepSpeed's compile.autoep_non_moe
@@ -33,12 +35,12 @@ def choose_attention(attention: str | None) -> dict[str, str]:
     return {"attn_implementation": "sdpa" if attention in SDPA else attention} if attention else {}
 
 
-def client_optimizer(model: nn.Module, optimizer: str | None, lr: float) -> torch.optim.Optimizer | None:
-    """Makes the optimizer that a case passes to `initialize`. None: the JSON has one."""
-    if optimizer != FLASH:
-        return None
-    from flashoptim import FlashAdamW
-    return FlashAdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+def optimizer_config(optimizer: str | None, lr: float) -> dict:
+    """What the JSON says of the optimizer that a case asks for."""
+    if optimizer in (FLASH, FLASH_BF16):
+        masters = {"bf16": BF16_MASTERS} if optimizer == FLASH_BF16 else {}
+        return {"optimizer": {"type": "FlashAdamW", "params": {"lr": lr}}, **masters}
+    return {"optimizer": {"type": "AdamW", "params": {"lr": lr, **OPTIMIZERS[optimizer]}}}
 
 
 def change_loss(model: nn.Module, loss: str | None, micro_batches: int) -> None:

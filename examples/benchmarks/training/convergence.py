@@ -207,10 +207,10 @@ def nudge(engine) -> None:
 @contextmanager
 def in_bf16(layers: list) -> Iterator[None]:
     """Computes converted layers in the bf16 recipe within, with the weights that they have."""
-    recipe = world.recipe(recipe=BF16)
     with ExitStack() as stack:
         for layer in layers:
-            settings = replace(layer.mxfp8_settings, recipe=recipe, min_tokens_per_expert=0)
+            settings = layer.mxfp8_settings
+            settings = replace(settings, config=settings.config.model_copy(update={"recipe": BF16}))
             stack.enter_context(lent(layer, "mxfp8_settings", settings))
         yield
 

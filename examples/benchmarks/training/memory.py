@@ -12,10 +12,11 @@ from lib import show
 from . import changes
 from .whole_model_results import AUTOEP, DEFAULT, FULL, LORA, MODELS, PLAIN, experts_of
 
-# Bytes of a parameter on its rank: the weight and its gradient in bf16, and its float32 weight and Adam's two moments,
-# which ZeRO-1 spreads over the ranks that hold the same parameter. Adapters have few parameters.
-HELD, MASTER = {FULL: 4, LORA: 2}, 4
-MOMENTS = {None: 8, changes.FLASH: 2 * (1 + 2 / 32)}  # flashoptim: 8 bits, and a scale of 2 bytes for each 32 of them
+# Bytes of a parameter on its rank: the weight and its gradient in bf16, and what ZeRO-1 spreads over the ranks that
+# hold the same parameter: the master and Adam's two moments. Moments of flashoptim have 8 bits, and a scale of 2 bytes
+# for each 32 of them. Masters in bf16 are the weights, with 8 bits of correction. Adapters have few parameters.
+HELD, SPREAD = {FULL: 4, LORA: 2}, {None: 4 + 8, changes.FLASH: 4 + 2 * (1 + 2 / 32),
+                                    changes.FLASH_BF16: 1 + 2 * (1 + 2 / 32)}
 FROZEN_EXPERTS = 1  # with LoRA, in MXFP8 alone
 GPUS = {"80 GiB": 80, "141 GB": 131}  # of memory, as sold, and in GiB
 USABLE = 0.95
@@ -41,7 +42,7 @@ def state_bytes(model: str, training: str, ranks: int, sharing: int, optimizer: 
         optimizer: a case's.
     """
     experts, others = parameters_of(model)
-    spread = MASTER + MOMENTS[optimizer] if training == FULL else 0
+    spread = SPREAD[optimizer] if training == FULL else 0
     of_expert = HELD[FULL] + spread if training == FULL else FROZEN_EXPERTS
     return experts / ranks * of_expert + others * (HELD[training] + spread / sharing)
 
@@ -65,8 +66,10 @@ def memory_text(rows: Collection[dict]) -> str:
         model, training, share = case["model"], case["training"], case["one_rank_of"]
         optimizer = case.get("optimizer")
         peak = row.get("peak_bytes") or row.get("peak_gib", 0) * 2**30
+        as_advised = "files" in case or case["liger"] and case.get("loss") == (
+            changes.LARGE_CHUNKS if optimizer == changes.FLASH_BF16 else None)
         if (row["contender"] != DEFAULT or not peak or case["layers"] != MODELS[model]["num_hidden_layers"]
-                or optimizer not in MOMENTS or "files" not in case and (not case["liger"] or case.get("loss"))):
+                or optimizer not in SPREAD or not as_advised):
             continue
         rest = peak - state_bytes(model, training, share, 1, optimizer)
         theirs = [other["peak_bytes"] for other in rows if other["case"] == case and "peak_bytes" in other

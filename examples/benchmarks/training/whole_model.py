@@ -190,12 +190,8 @@ def engine_config(case: Case, contender: str, micro_batches: int, graphs: bool =
     """DeepSpeed's config. `graphs`: False keeps our package from making CUDA graphs."""
     config: dict = {"train_micro_batch_size_per_gpu": case.sequences, "gradient_accumulation_steps": micro_batches,
                     "bf16": {"enabled": True}, "zero_optimization": {"stage": 1},
-                    **models.timer(case.timer == changes.WAITS)}
-    if case.optimizer == changes.FLASH:
-        config["zero_allow_untested_optimizer"] = True
-    else:
-        adamw = {"lr": learning_rate(case), **changes.OPTIMIZERS[case.optimizer]}
-        config["optimizer"] = {"type": "AdamW", "params": adamw}
+                    **models.timer(case.timer == changes.WAITS),
+                    **changes.optimizer_config(case.optimizer, learning_rate(case))}
     if contender != PLAIN:
         config["expert_parallel"] = {"enabled": True, "autoep_size": case.ranks}
     if contender in SECTIONS:
@@ -228,9 +224,7 @@ class Training:
         self.contender, self.micro_batches, self.losses = contender, micro_batches, []
         self.batches = models.random_batches(model.config.vocab_size, case.sequences, case.sequence)
         initialize = ds_mxfp8_moe.initialize if contender in SECTIONS else deepspeed.initialize
-        config = engine_config(case, contender, micro_batches, graphs)
-        optimizer = changes.client_optimizer(model, case.optimizer, learning_rate(case))
-        self.engine = initialize(model=model, config=config, optimizer=optimizer)[0]
+        self.engine = initialize(model=model, config=engine_config(case, contender, micro_batches, graphs))[0]
         if case.compiled:
             self.engine.compile()
 

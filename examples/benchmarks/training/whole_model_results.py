@@ -205,7 +205,8 @@ INSTEAD = (*((changes_of["loss"], DEFAULT, FASTEST | changes_of) for changes_of 
                {"loss": changes.IN_CHUNKS}, {"loss": changes.TILED}, {"loss": changes.OWN})),
            *((f"attention by {kind}", DEFAULT, FASTEST | {"attention": kind})
              for kind in (*changes.SDPA, "flex_attention")),
-           *((kind, DEFAULT, FASTEST | {"optimizer": kind}) for kind in (*changes.OPTIMIZERS, changes.FLASH) if kind),
+           *((kind, DEFAULT, FASTEST | {"optimizer": kind})
+             for kind in (*changes.OPTIMIZERS, changes.FLASH, changes.FLASH_BF16) if kind),
            ("Liger's loss without its norms and RoPE", DEFAULT, FASTEST | LOSS_ALONE),
            ("Liger's loss alone, compiled between the MoE layers", DEFAULT, FASTEST | LOSS_ALONE | COMPILED),
            ("without Liger, loss in chunks, compiled between the MoE layers", DEFAULT, WITHOUT_LIGER),
