@@ -8,7 +8,7 @@ gradients. `ends_E`: Plan.group_ends_E.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -288,13 +288,13 @@ class ExpertMath:
 
         `transposed`: contracts over the weights' second to last axis instead, and adds nothing.
         """
-        weights = projection.weights
+        weights: Any = projection.weights
         if not self.recipe.quantize_gemm:
             y_PN = grouped_mm_weights(x_PK, weights.stacks, ends_E, transposed)
         else:
             if isinstance(weights, MXFP4Weights):
                 weights = casts.unpack_tiles(weights, transposed)
-            elif not isinstance(weights, MXTensor):
+            elif isinstance(weights, Weights):
                 weights = self.quantize_weights(weights, transposed)
             elif projection.held and transposed:
                 weights = casts.transpose_tiles(weights)

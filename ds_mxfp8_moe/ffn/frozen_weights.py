@@ -135,11 +135,13 @@ class FrozenWeights(nn.Module):
 
     def _encoded(self, weight: Weight, scaling_mode: str) -> Sequence[torch.Tensor]:
         """What `write` puts into the buffers of a GEMM."""
+        tiles: Any = weight
         if isinstance(weight, MXFP4Weights):
-            weight = casts.unpack_tiles(MXFP4Weights(*(one.unsqueeze(0) for one in weight.buffers), weight.dtype))[0]
+            codes, scale, tile = (part.unsqueeze(0) for part in weight.buffers)
+            tiles = casts.unpack_tiles(MXFP4Weights(codes, scale, tile, weight.dtype))[0]
         elif not isinstance(weight, MXTensor):
-            weight = casts.quantize_weights([part.unsqueeze(0) for part in weight], TILE, scaling_mode)[0]
-        return weight.qdata.view(torch.uint8), weight.scale_bytes
+            tiles = casts.quantize_weights([part.unsqueeze(0) for part in weight], TILE, scaling_mode)[0]
+        return tiles.qdata.view(torch.uint8), tiles.scale_bytes
 
     def _operand(self, data: torch.Tensor, scale: torch.Tensor) -> Any:
         return MXTensor(data.view(torch.float8_e4m3fn), scale, TILE, self.dtype, tiled=True)

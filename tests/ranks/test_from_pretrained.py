@@ -24,6 +24,7 @@ from ds_mxfp8_moe import from_pretrained
 from ds_mxfp8_moe.checkpoint.shards import ShardReader
 from ds_mxfp8_moe.compat.patches import patched
 from ds_mxfp8_moe.compute.mx import dequantize, quantize_tiles
+from ds_mxfp8_moe.compute.mxfp4 import quantize
 from ds_mxfp8_moe.layers.frozen_experts import frozen_layers
 from ds_mxfp8_moe.layers.held_experts import HeldExperts
 from tests.support.autoep_models import ds_config, train_engine
@@ -75,6 +76,24 @@ def test_experts_have_the_values_of_the_files(tmp_path, family, kind, sizes, on_
                 assert torch.equal(mx.qdata.view(torch.uint8), again.qdata.view(torch.uint8))
     assert not any("experts.gate_up_proj" in name for name in net.state_dict() if not name.endswith("_bias"))
     assert not any(p.is_meta for p in net.parameters())
+
+
+@pytest.mark.parametrize("family, kind", slow_except(
+    [("qwen3_moe", "bf16"), ("mixtral", "ue8m0"), ("qwen3_moe", "float"), ("gpt_oss", "mxfp4"), ("gpt_oss", "bf16")],
+    ("qwen3_moe", "bf16"), ("gpt_oss", "mxfp4")))
+def test_the_key_says_the_format(tmp_path, family, kind):
+    write(tmp_path, family, kind)
+    for key in ("mxfp8", "mxfp4"):
+        net = from_pretrained(tmp_path, ds_config({**MXFP8, "frozen_experts": key}, ep_size=1))
+        for module, values in zip(held(net).values(), expert_values(tmp_path).values(), strict=True):
+            weights = module.take("experts", 0, 8, torch.bfloat16, torch.device("cpu"), key)
+            assert weights.format.lower() == key
+            for gemm, exact in (("up", torch.cat([values["gate"], values["up"]], dim=1)), ("down", values["down"])):
+                exact = dequantize(quantize_tiles(exact), torch.float32) if kind == "float" else exact
+                exact = quantize(exact).values() if key == "mxfp4" else exact
+                again, tiles = quantize_tiles(exact), weights.tiles(gemm)
+                assert torch.equal(tiles.scale_bytes, again.scale_bytes)
+                assert torch.equal(tiles.qdata.view(torch.uint8), again.qdata.view(torch.uint8))
 
 
 @pytest.mark.parametrize("model_class", [None, transformers.Qwen3MoeForCausalLM])

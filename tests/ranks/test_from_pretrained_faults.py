@@ -67,7 +67,31 @@ def refused(directory, config, use=lambda net, config: None):
     return str(caught.value)
 
 
+CODES = "model.layers.1.mlp.experts.down_proj_blocks"
+
+
+def scale_of_nan(directory):
+    """Of expert 5, in MXFP4."""
+
+    def change(name, tensor):
+        if name == CODES.replace("blocks", "scales"):
+            tensor[5, 3, 1] = 255
+        return {name: tensor}
+
+    rewrite(directory, change)
+
+
+def blocks_of_64(directory):
+    """In MXFP4."""
+    rewrite(directory, lambda name, tensor: {name: tensor.flatten(2).unflatten(2, (-1, 32)) if name == CODES else
+                                             tensor[..., ::2].contiguous() if name == CODES.replace("blocks", "scales")
+                                             else tensor})
+
+
 @pytest.mark.parametrize("kind, fault, said", [
+    ("mxfp4", scale_of_nan, rf"{CODES}\[5\]: one of its scales is NaN \(byte 0xFF\)"),
+    ("mxfp4", blocks_of_64, rf"{CODES}\[\d\]: its blocks have shape \(128, 2, 32\) and its scales \(128, 2\)"),
+    ("mxfp4", without(CODES.replace("blocks", "scales")), r"no tensor of the checkpoint becomes .*down_proj_scales"),
     ("bf16", without(NAME), f"{NAME} is in no file of the checkpoint"),
     ("bf16", shard_missing, r"model-\d+-of-\d+.safetensors \(missing\) cannot be read"),
     ("bf16", shard_cut_short, r"model-\d+-of-\d+.safetensors \(\d+ bytes\) cannot be read.*cut short"),
@@ -77,12 +101,13 @@ def refused(directory, config, use=lambda net, config: None):
     ("float", without(f"{NAME}_scale_inv"), f"{NAME}_scale_inv is in no file"),
 ])
 def test_a_broken_checkpoint_is_an_error_on_every_rank(ranks2, tmp_path, kind, fault, said):
-    write(tmp_path, "qwen3_moe", kind)
+    write(tmp_path, "gpt_oss" if kind == "mxfp4" else "qwen3_moe", kind)
     fault(tmp_path)
     # Expert 5 belongs to rank 1. Rank 0 reads its own and hears of the error.
     for rank, error in enumerate(ranks2.run(refused, tmp_path, ds_config(MXFP8))):
         assert re.search(said, error), error
-        assert fault in (shard_missing, shard_cut_short) or (rank == 1) == ("rank 1" not in error)
+        everywhere = fault in (shard_missing, shard_cut_short, blocks_of_64) or "no tensor" in said
+        assert everywhere or (rank == 1) == ("rank 1" not in error)
 
 
 def tensor_in_two_files(directory):
@@ -209,6 +234,8 @@ def called(net, config):
      "layers.0.mlp.experts is held quantized alone, and is not spread over the ranks: the section \"expert_parallel\" "
      "is {'enabled': False}."),
     ({}, partial(initialized, {"mxfp8_moe": {"enabled": False}}), 'write "mxfp8_moe": {"enabled": true}'),
+    ({}, partial(initialized, {"mxfp8_moe": {"enabled": True, "frozen_experts": "mxfp4"}}),
+     'from_pretrained loaded these experts in MXFP8, but "frozen_experts" is "mxfp4"'),
     ({}, unfrozen, "gate_up_proj is to be trained, but is held quantized alone"),
     ({}, called, "held quantized alone, which transformers cannot compute: give the model to ds_mxfp8_moe.in")])
 def test_what_does_not_fit_together_is_refused(ranks2, tmp_path, changes, use, said):

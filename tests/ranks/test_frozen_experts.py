@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import ds_mxfp8_moe
-from ds_mxfp8_moe.compute import casts, grouped_gemm, mx, recorded
+from ds_mxfp8_moe.compute import casts, grouped_gemm, mx, mxfp4, recorded
 from ds_mxfp8_moe.config import ConfigError
 from ds_mxfp8_moe.ffn.frozen_weights import FrozenMXFP4Weights, FrozenWeights
 from ds_mxfp8_moe.layers.experts import converted_layers
@@ -34,10 +34,11 @@ BF16 = {"bf16": {"enabled": True}}
 ATTENTION = r".*(mlp|block_sparse_moe|embed|norm|lm_head).*"  # what is frozen if attention alone is trained
 
 
-def trained(section, directory, stage, ep_size, checkpointing=False, dtype=torch.bfloat16, **changes):
+def trained(section, directory, stage, ep_size, checkpointing=False, dtype=torch.bfloat16, prepare=as_it_is,
+            **changes):
     """Losses of three steps and of an evaluation; trained weights, of ZeRO-3 a part; the engine, and the way to make
     another one. A checkpoint is saved after two steps."""
-    net = adapted(dtype=dtype, **changes)
+    net = prepare(adapted(dtype=dtype, **changes))
 
     def make(net):
         return build(net, section, stage, ep_size, **(BF16 if dtype == torch.bfloat16 else {}))
@@ -89,6 +90,54 @@ def test_trains_and_goes_on_with_the_bits_of_kept_weights(request, tmp_path, ran
         net = peft.PeftModel.from_pretrained(model(family), tmp_path / name)
         plain = held_out_logits(net)
         assert (untrained - plain).norm() > 2 * (logits - plain).norm()  # which has what MXFP8 and bf16 lose
+
+
+IN_4_BITS = {**SECTION, "frozen_experts": "mxfp4"}
+
+
+def rounded(net):
+    """The model with experts that are rounded to MXFP4. MXFP8 holds them exactly."""
+    for name, p in net.named_parameters():
+        if p.dim() == 3 and "lora_" not in name:
+            transposed = "gpt_oss" in net.config.model_type
+            values = mxfp4.quantize(p.data.transpose(1, 2) if transposed else p.data).values()
+            p.data.copy_(values.transpose(1, 2) if transposed else values)
+    return net
+
+
+def exported(made, weights):
+    return {name: tensor.clone() for name, tensor in ds_mxfp8_moe.export_weights(made, weights)}
+
+
+def beside_rounded(directory, stage, ep_size, formats, **changes):
+    """Training, checkpoints and exports of experts in 4 bits have the bits of rounded ones in 8 bits."""
+    wanted, rounded_weights, other, _ = trained(HELD, directory / "eight", stage, ep_size, prepare=rounded, **changes)
+    losses, weights, made, make = trained(IN_4_BITS, directory / "four", stage, ep_size, **changes)
+    layers = autoep_layers(made.module)
+    assert [frozen_of(layer.experts).format for layer in layers] == ["MXFP4"] * len(layers) and layers
+    assert losses == wanted and all(torch.equal(weights[name], one) for name, one in rounded_weights.items())
+    for one in formats:
+        ours, theirs = exported(made, one), exported(other, one)
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            assert torch.equal(ours[name].view(torch.uint8), theirs[name].view(torch.uint8)), name
+    changes = {key: value for key, value in changes.items() if key != "checkpointing"}
+    again = make(adapted(dtype=torch.bfloat16, **changes))
+    again.load_checkpoint(directory / "four", load_module_strict=stage in (0, 2))
+    assert [*train_engine(again, [2]), held_out_loss(again)] == losses[2:]
+    with pytest.raises(RuntimeError, match="is frozen, and held in MXFP4 alone"):
+        layers[0].requires_grad_(True)
+    in_8_bits = build(adapted(dtype=torch.bfloat16, **changes), HELD, stage, ep_size, **BF16)
+    with pytest.raises(RuntimeError, match="or quantizes it differently .frozen_experts, scaling_mode"):
+        in_8_bits.load_checkpoint(directory / "four", load_module_strict=stage in (0, 2))
+
+
+@pytest.mark.parametrize("stage, ep_size, formats, changes", [
+    (2, 2, ("model", "fp8"), {"hidden_size": 128, "moe_intermediate_size": 128}),
+    pytest.param(0, 1, ("model", ), {"family": "gpt_oss", "checkpointing": True}, marks=WIDE),
+    pytest.param(3, 2, (), {"moe_intermediate_size": 96}, marks=WIDE)])
+def test_four_bits_give_the_bits_of_rounded_experts_in_eight(ranks2, tmp_path, stage, ep_size, formats, changes):
+    ranks2.run(beside_rounded, tmp_path, stage, ep_size, formats, **changes)
 
 
 def in_blocks_of_32():
@@ -172,6 +221,30 @@ def test_frozen_weights_follow_a_module_and_are_in_no_state_dict():
     meta = model.to("meta")
     assert bytes_held() is None  # so that their memory is free
     assert all(operand.device.type == "meta" for operand in meta[0].operands().values())
+
+
+def test_weights_in_four_bits_follow_a_module_and_take_17_bits_of_32():
+    frozen = FrozenMXFP4Weights(2, 160, 96, torch.float32, "cpu")
+    weights = [torch.randn(2, *shape) for shape in ((96, 160), (160, 96), (96, 160))]
+    for i, parts in enumerate(zip(*weights, strict=True)):
+        frozen.put(i, *parts, "rceil")
+    gate, down, up = weights
+    wanted = mxfp4.quantize(torch.cat([gate, up], dim=1)), mxfp4.quantize(down)
+    model, sums = torch.nn.Sequential(frozen), frozen.checksums()
+    for moved in (model, model.bfloat16(), copy.deepcopy(model)):
+        for found, one in zip(moved[0].operands().values(), wanted, strict=True):
+            assert all(map(torch.equal, found.buffers, one.buffers))
+        assert moved[0].checksums() == sums
+    for found, one in zip(frozen.dequantized(), (gate, down, up), strict=True):
+        assert mx.sqnr_db(one, found) > 18
+    values, tiles = 2 * 3 * 96 * 160, 2 * (2 * 2 + 2 * 1)
+    assert frozen.bytes_held() == (4 * values, values * 17 // 32 + tiles)
+    copy_ = copy.deepcopy(frozen)
+    copy_.down_scale[1, 3, 0] += 1
+    assert [a == b for a, b in zip(copy_.checksums(), sums, strict=True)] == [True, False]
+    bytes_held = weakref.ref(frozen.operands()["up"].codes)
+    model.to("meta")
+    assert bytes_held() is None  # so that their memory is free
 
 
 # ---------------------------------------------------------------- when, and what is refused
