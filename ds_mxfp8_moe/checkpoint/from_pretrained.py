@@ -186,6 +186,11 @@ class _Loader:
             if experts.num_experts % self.ep_size:
                 raise ConfigError(f'"autoep_size" in "expert_parallel" is {self.ep_size}, which does not divide the '
                                   f"{experts.num_experts} experts of {name}")
+            for stack in Layout.of(experts).names:
+                shape = tuple(getattr(experts, stack).shape)
+                if any(size % 32 for size in shape[1:]):
+                    raise ConfigError(f"{name}.{stack} has shape {shape}; in MXFP8 and MXFP4, the sizes of an expert "
+                                      "are multiples of 32: use transformers' from_pretrained")
         return found
 
     def _read(self, name: str, experts: HeldExperts, tensors: Any, dtype: torch.dtype,

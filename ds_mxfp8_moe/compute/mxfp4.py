@@ -61,32 +61,31 @@ def quantize(w_NK: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> MXFP4We
         raise ValueError(f"a weight of shape {tuple(w_NK.shape)} has no form in MXFP4, whose blocks have 32 values: "
                          "its last axis must be a multiple of 32")
     blocks = w_NK.detach().float().unflatten(-1, (-1, 32))
-    sizes = blocks.abs()
-    exponent = (sizes.amax(-1).view(torch.int32) & 0x7FFFFFFF) >> 23
+    exponent = (blocks.abs().amax(-1).view(torch.int32) & 0x7FFFFFFF) >> 23
     lower = (exponent - 2).clamp(0, 252)
-    errors = []
+    found = []
     for byte in (lower, lower + 1):
         scale = _power_of_two(byte).unsqueeze(-1)
-        _, nearest = _nearest(sizes / scale)
-        errors.append(nearest.mul_(scale).sub_(sizes).square_().sum(-1))
-    byte = torch.where(errors[1] < errors[0], lower + 1, lower)
-    codes, _ = _nearest(sizes / _power_of_two(byte).unsqueeze(-1))
-    codes = (codes + 8 * torch.signbit(blocks)).nan_to_num_().to(torch.uint8).flatten(-2)
-    byte = byte.masked_fill_(exponent == 255, NAN_SCALE_BYTE).to(torch.uint8)
+        values = _nearest(blocks / scale)
+        found.append((values, (values * scale).sub_(blocks).square_().sum(-1)))
+    (values, error), (others, other_error) = found
+    better = other_error < error
+    bits = (torch.where(better.unsqueeze(-1), others, values) * 2.0**-126).view(torch.int32)
+    codes = (bits >> 28 & 8 | bits >> 22 & 7).to(torch.uint8).flatten(-2)
+    byte = (lower + better).masked_fill_(exponent == 255, NAN_SCALE_BYTE).to(torch.uint8)
     return MXFP4Weights.of(codes[..., 0::2] | codes[..., 1::2] << 4, byte, dtype)
 
 
-def _nearest(sizes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes of values of 0 and more, rounded to nearest even and at most 6, and what they stand for: 0, 0.5, 1,
-    1.5, 2, 3, 4 and 6."""
-    step = torch.where(sizes < 2, 0.5, torch.where(sizes < 4, 1.0, 2.0))
-    steps = (sizes.clamp_max(6) / step).round_()
-    return steps + 2 * (step.log2() + 1), steps * step  # 2 is 4, 2 or 1 steps, and code 4
+def _nearest(x: torch.Tensor) -> torch.Tensor:
+    """e2m1 values: 0, 0.5, 1, 1.5, 2, 3, 4 and 6 with both signs. Ties go to even codes, and larger values to 6."""
+    size = x.abs()
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    return (x.clamp(-6, 6) / step).round_().mul_(step)
 
 
 def _values(codes: torch.Tensor, scale_bytes: torch.Tensor) -> torch.Tensor:
     e2m1 = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).int()
-    # As exponent and mantissa of a float32, the three bits beside the sign stand for 2^-126 of the value.
+    # As exponent and mantissa of a float32, the three bits beside the sign are 2^-126 of the value.
     values = ((e2m1 & 8) << 28 | (e2m1 & 7) << 22).view(torch.float32) * 2.0**126
     return (values.unflatten(-1, (-1, 32)) * _power_of_two(scale_bytes.int()).unsqueeze(-1)).flatten(-2)
 

@@ -194,6 +194,13 @@ def test_a_section_of_autoep_that_does_not_fit_the_model_is_a_config_error(tmp_p
         from_pretrained(tmp_path, ds_config(MXFP8, 0, 1, {"autoep_size": 3}))
 
 
+@pytest.mark.parametrize("key", ["mxfp8", "mxfp4"])
+def test_experts_without_blocks_of_32_are_a_config_error(tmp_path, key):
+    write(tmp_path, "qwen3_moe", "bf16", moe_intermediate_size=48)
+    with pytest.raises(ConfigError, match=r"layers.0.mlp.experts.down_proj has shape \(8, 128, 48\); in MXFP8 and"):
+        from_pretrained(tmp_path, ds_config({**MXFP8, "frozen_experts": key}, ep_size=1))
+
+
 def out_of_memory(directory, config):
     """The error of this rank, where rank 1 has no memory for its second expert."""
 
