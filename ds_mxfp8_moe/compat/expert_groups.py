@@ -13,6 +13,8 @@ All experts may be frozen, as with LoRA, and an engine may have no optimizer, if
 Then no group is one of experts, which is an error in DeepSpeed, unless it does not see the MoE layers.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -20,7 +22,9 @@ import torch
 from deepspeed.moe.utils import is_moe_param, is_moe_param_group, split_params_into_different_moe_groups_for_optimizer
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+from deepspeed.runtime.zero import utils
+
+from .patches import lent
 
 NUMBER = "number"  # key of the twin's groups, since ZeRO steps them one at a time
 OWN_KEYS = ("params", "name", "moe", NUMBER)
@@ -94,11 +98,22 @@ def _with_expert_groups(optimizer: torch.optim.Optimizer, stage: int) -> torch.o
 
 @cache
 def _twin_class(plain: type) -> type:
-    """A subclass that ZeRO takes without `zero_allow_untested_optimizer` if it takes the plain one so."""
-    made = type(plain.__name__, (_Twin, plain), {})
-    if plain in ZERO_SUPPORTED_OPTIMIZERS:
-        ZERO_SUPPORTED_OPTIMIZERS.append(made)
-    return made
+    return type(plain.__name__, (_Twin, plain), {})
+
+
+@contextmanager
+def known_to_zero(*kinds: type) -> Iterator[None]:
+    """Inside the context, ZeRO takes optimizers of these classes, and twins of all that it takes, without
+    "zero_allow_untested_optimizer"."""
+    with lent(utils, "ZERO_SUPPORTED_OPTIMIZERS", _WithTwins([*utils.ZERO_SUPPORTED_OPTIMIZERS, *kinds])):
+        yield
+
+
+class _WithTwins(list):
+    """Classes. Their twins count as contained."""
+
+    def __contains__(self, kind: Any) -> bool:
+        return super().__contains__(kind.__bases__[1] if issubclass(kind, _Twin) else kind)
 
 
 class _Twin:

@@ -44,6 +44,8 @@ PATCHES = tuple(Patch(*row) for row in (
     ("layers/classic.py", "min_capacity", "DeepSpeed's TopKGate", "the gate's forward returns"),
     ("layers/experts.py", "__class__", "a MoE block of transformers, and its experts",
      "stays: the whole experts do not exist any more"),
+    ("compat/expert_groups.py", "ZERO_SUPPORTED_OPTIMIZERS", "deepspeed.runtime.zero.utils",
+     "the engine has its optimizer"),
     ("compat/zero.py", "__class__", "an optimizer of ZeRO-1 or 2", "a section without batch_gradients"),
     ("compat/clipping.py", "unscale_and_clip_grads", "an optimizer of ZeRO-0", "engine.destroy()"),
     ("compat/waiting.py", "generate", "a model of transformers", "engine.destroy()"),

@@ -11,17 +11,15 @@ Source: https://github.com/databricks/flashoptim (Apache-2.0).
 
 import inspect
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
 from ..config import ConfigError, shown
+from ..transport.deadline import failure_in_world
 
 NAME = "FlashAdamW"
 INSTALL = "pip install flashoptim"
@@ -54,30 +52,31 @@ def optimizer_of(config: DeepSpeedConfig, given: Any) -> Any:
     """The optimizer that an engine is to be given: FlashAdamW if the config names it, else `given`.
 
     Raises:
-        ConfigError: flashoptim is not installed, or the config has parameters that FlashAdamW does not take.
+        ConfigError: flashoptim is not installed on a rank, or the config has parameters that FlashAdamW does not take.
+            Raised on every rank.
     """
     if given is not None or config.optimizer_name != NAME:
         return given
-    if find_spec("flashoptim") is None:
-        raise ConfigError(f'the optimizer "{NAME}" is one of flashoptim, which is not installed: {INSTALL}')
-    from flashoptim import FlashAdamW
-
-    params, (_, *known) = config.optimizer_params or {}, inspect.signature(FlashAdamW).parameters
-    if odd := [key for key in params if key not in known]:
-        raise ConfigError(f'"params" of the optimizer "{NAME}" has {shown(odd[0])}; valid are {", ".join(known)}')
+    params = config.optimizer_params or {}
+    if problem := failure_in_world(_problem(params), "the engine's start (all ranks name the same optimizer)"):
+        raise ConfigError(problem)
     return FlashAdamWOfConfig(params)
 
 
-@contextmanager
-def known_to_zero() -> Iterator[None]:
-    """Inside the context, ZeRO takes FlashAdamW without "zero_allow_untested_optimizer"."""
-    kinds = [sys.modules["flashoptim"].FlashAdamW] if "flashoptim" in sys.modules else []
-    ZERO_SUPPORTED_OPTIMIZERS.extend(kinds)
-    try:
-        yield
-    finally:
-        for kind in kinds:
-            ZERO_SUPPORTED_OPTIMIZERS.remove(kind)
+def _problem(params: dict[str, Any]) -> str | None:
+    """Why this rank cannot make FlashAdamW with these arguments. None: it can."""
+    if find_spec("flashoptim") is None:
+        return f'the optimizer "{NAME}" is one of flashoptim, which is not installed: {INSTALL}'
+    from flashoptim import FlashAdamW
+
+    _, *known = inspect.signature(FlashAdamW).parameters
+    odd = [key for key in params if key not in known]
+    return f'"params" of the optimizer "{NAME}" has {shown(odd[0])}; valid are {", ".join(known)}' if odd else None
+
+
+def flash_adamw() -> list[type]:
+    """The class, if anything has imported it."""
+    return [sys.modules["flashoptim"].FlashAdamW] if "flashoptim" in sys.modules else []
 
 
 def about_masters(optimizer: Any) -> list[str]:

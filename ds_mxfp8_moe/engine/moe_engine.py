@@ -16,7 +16,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ..checkpoint.saving import MARK, consolidated_state_dict, save_16bit_model
 from ..compat.clipping import clip_whole_model, needs_whole_norm
-from ..compat.expert_groups import named_groups, split_experts, split_groups, trains_experts
+from ..compat.expert_groups import known_to_zero, named_groups, split_experts, split_groups, trains_experts
 from ..compat.patches import undo_wraps
 from ..compat.private_names import missing, say_if_missing
 from ..config import parse
@@ -25,7 +25,7 @@ from ..layers.held_experts import scales_kept
 from ..routing.routes import routes_of
 from ..transport.deadline import tell_peers_on_error
 from ..transport.peer_memory import PeerMemory
-from .flash_adamw import FlashAdamWOfConfig, known_to_zero
+from .flash_adamw import FlashAdamWOfConfig, flash_adamw
 from .keeping import stop_keeping, weights_change
 from .spreading import spread_experts
 from .state import EngineState
@@ -52,7 +52,7 @@ class MoEEngine(DeepSpeedEngine):
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: list) -> None:
         """Takes parameter groups without names, in ZeRO-1 and 2 optimizers without groups of experts, and FlashAdamW.
         """
-        with known_to_zero():
+        with known_to_zero(*flash_adamw()):
             if say_if_missing("own optimizer"):
                 return super()._configure_optimizer(client_optimizer, model_parameters)
             stage = self.zero_optimization_stage()

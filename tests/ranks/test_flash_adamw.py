@@ -161,19 +161,23 @@ def test_the_trainer_fills_in_its_arguments(ranks2, tmp_path):
     assert found == [pytest.approx(losses, rel=1e-2) for losses in expected]
 
 
-def refused(params: dict, installed: bool = True) -> str:
+def refused(params: dict, without: tuple[int, ...] = ()) -> str:
+    """`without`: the ranks that lack flashoptim."""
     config = ds_config(SECTION, 1, optimizer={"type": "FlashAdamW", "params": params})
-    missing = mock.patch("ds_mxfp8_moe.engine.flash_adamw.find_spec", lambda name: installed or None)
+    found = None if dist.get_rank() in without else True
+    missing = mock.patch("ds_mxfp8_moe.engine.flash_adamw.find_spec", lambda name: found)
     with missing, pytest.raises(ConfigError) as error:
         ds_mxfp8_moe.initialize(model=model(), config=config)
     return str(error.value)
 
 
 def test_errors_say_what_to_do(ranks2):
-    for said in ranks2.run(refused, {"lr": 1e-3}, installed=False):
-        assert said.endswith("is one of flashoptim, which is not installed: pip install flashoptim")
+    for without in (0, 1), (1, ):
+        assert ranks2.run(refused, {"lr": 1e-3}, without) == [
+            f'rank {without[0]}: the optimizer "FlashAdamW" is one of flashoptim, which is not installed: pip install '
+            "flashoptim"] * 2
     for said in ranks2.run(refused, {"lr": 1e-3, "torch_adam": True}):
-        assert said.startswith('"params" of the optimizer "FlashAdamW" has "torch_adam"; valid are lr, betas, eps')
+        assert said.startswith('rank 0: "params" of the optimizer "FlashAdamW" has "torch_adam"; valid are lr, betas')
 
 
 @pytest.mark.parametrize("bits, masters, said", [(None, True, True), (3, True, False), (4, True, False),

@@ -9,7 +9,7 @@ import torch
 from deepspeed.runtime.zero import utils
 
 from ds_mxfp8_moe.compat import expert_groups
-from ds_mxfp8_moe.compat.expert_groups import named_groups, split_experts
+from ds_mxfp8_moe.compat.expert_groups import known_to_zero, named_groups, split_experts
 
 
 def parameters(experts: int, dense: int) -> list[torch.nn.Parameter]:
@@ -87,9 +87,14 @@ def test_what_a_function_makes_is_split():
     assert [group.get("moe", False) for group in made.param_groups] == [False, True]
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
-def test_zero_takes_the_twin_of_an_optimizer_that_it_takes(kind):
-    assert type(split_experts(engine(), kind(parameters(1, 1)))) in utils.ZERO_SUPPORTED_OPTIMIZERS
+@pytest.mark.parametrize("kind, others, taken", [
+    (torch.optim.AdamW, [], True), (torch.optim.SGD, [], False), (torch.optim.SGD, [torch.optim.SGD], True)])
+def test_zero_takes_the_twin_of_an_optimizer_that_it_takes(kind, others, taken):
+    plain, twin = utils.ZERO_SUPPORTED_OPTIMIZERS, type(split_experts(engine(), kind(parameters(1, 1))))
+    before = list(plain)
+    with known_to_zero(*others):
+        assert (twin in utils.ZERO_SUPPORTED_OPTIMIZERS) == (kind in utils.ZERO_SUPPORTED_OPTIMIZERS) == taken
+    assert utils.ZERO_SUPPORTED_OPTIMIZERS is plain and plain == before
 
 
 @pytest.mark.parametrize("given, named", [
