@@ -15,9 +15,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ds_mxfp8_moe.compute import casts, mx
+from ds_mxfp8_moe.compute import casts, mx, mxfp4
 from ds_mxfp8_moe.compute.activation import activate, activate_backward
 from ds_mxfp8_moe.compute.mx import MXTensor
+from ds_mxfp8_moe.compute.mxfp4 import MXFP4Weights
 from lib import run, show, timing, world
 from lib.show import Measure, bar
 from lib.timing import Contender, poisoned
@@ -28,7 +29,8 @@ MODE = "rceil"
 ROWS = ((131072, 7168), (131072, 1408))
 HIDDEN = ((131072, 2048), (131072, 1408))  # P, F
 WEIGHTS = ((16, 2048, 7168), (64, 1408, 2048))  # experts, N, K
-TINY = ((512, 256), ), ((512, 128), ), ((4, 256, 128), )  # the same for a CPU
+UNPACKED = ((128, 1536, 2048), (128, 2048, 768))  # a layer of Qwen3-30B-A3B
+TINY = ((512, 256), ), ((512, 128), ), ((4, 256, 128), ), ((4, 256, 128), )  # the same for a CPU
 CHECKED = 256  # rows at either end that are compared; whole blocks along the rows
 LEAST_SQNR_DB = 28  # one rounding to e4m3 leaves 31 to 32 dB; tests/gpu compares every byte
 
@@ -117,6 +119,17 @@ def of_weights(E: int, N: int, K: int, block: int, dtype: torch.dtype) -> Iterat
                      partial(compared, order=in_order, transposed=True))
 
 
+def of_unpacking(E: int, N: int, K: int) -> Iterator[Kernel]:
+    """Frozen weights that are held in MXFP4, for a GEMM of forward and for one of the input gradient."""
+    one = mxfp4.quantize(torch.randn(N, K, dtype=BF16, device=device()))
+    packed = MXFP4Weights(*(part.expand(E, *part.shape).contiguous() for part in one.buffers), one.dtype)
+    for name, transposed in (("MXFP4, unpacked", False), ("MXFP4, unpacked and transposed", True)):
+        wanted = one.values().t() if transposed else one.values()
+        yield Kernel({"kernel": name, "shape": f"{E}x{N}x{K}", "block_size": mx.TILE, "dtype": "e2m1"},
+                     partial(casts.unpack_tiles, packed, transposed), [*packed.buffers],
+                     lambda out, wanted=wanted: [(wanted, out[at].dequantize().float()) for at in (0, E - 1)])
+
+
 def of_activation(P: int, F: int, block: int) -> Iterator[Kernel]:
     """SwiGLU between the GEMMs, with the casts of what it leaves."""
     pre_PG = torch.randn(P, 2 * F, dtype=BF16, device=device())
@@ -160,11 +173,12 @@ def check(kernel: Kernel) -> dict:
 
 def families(which: str) -> dict[str, Callable[[], Iterator[Kernel]]]:
     """By name. Each makes its own operands, and its kernels."""
-    rows, hidden, weights = TINY if which == "tiny" else (ROWS, HIDDEN, WEIGHTS)
+    rows, hidden, weights, unpacked = TINY if which == "tiny" else (ROWS, HIDDEN, WEIGHTS, UNPACKED)
     some, blocks = (2, (128, 32)) if which == "full" else (1, (128, ))
     made = [*((of_rows, *shape, block) for shape in rows[:some] for block in blocks),
             *((of_weights, *shape, block, dtype) for shape in weights[:some] for block in blocks
               for dtype in (BF16, torch.float32)),
+            *((of_unpacking, *shape) for shape in unpacked),
             *((of_activation, *shape, block) for shape in hidden[:some] for block in blocks)]
     return {" ".join(map(str, (make.__name__, *sizes))): partial(make, *sizes) for make, *sizes in made}
 

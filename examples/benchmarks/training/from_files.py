@@ -42,10 +42,26 @@ from lib.show import Measure, bar
 from lib.world import BF16, on_gpu
 from training import changes
 from training.random_files import IN_BF16, IN_FP8, IN_MXFP4, checkpoint
-from training.whole_model import DEFAULT, LORA, MODELS, Case, Training, engine_config, measure, prepared, without_liger
+from training.whole_model import (
+    DEFAULT,
+    IN_4_BITS,
+    IN_8_BITS,
+    LORA,
+    MODELS,
+    Case,
+    Training,
+    engine_config,
+    measure,
+    prepared,
+    without_liger,
+)
 
-CASES = {"tiny": {"tiny": (IN_FP8, IN_BF16), "tiny-gpt-oss": (IN_MXFP4, )}, "short": {"Qwen3-30B-A3B": (IN_BF16, )}}
-CASES["full"] = {**CASES["short"], "gpt-oss-120b": (IN_MXFP4, ), "GLM-4.5-Air": (IN_FP8, )}
+# By model: what the files are in, and contenders. gpt-oss' files are in 4 bits.
+CASES = {"tiny": {"tiny": ((IN_FP8, (DEFAULT, )), (IN_BF16, (DEFAULT, IN_4_BITS))),
+                  "tiny-gpt-oss": ((IN_MXFP4, (DEFAULT, )), )},
+         "short": {"Qwen3-30B-A3B": ((IN_BF16, (DEFAULT, IN_4_BITS)), )}}
+CASES["full"] = {**CASES["short"], "gpt-oss-120b": ((IN_MXFP4, (DEFAULT, IN_8_BITS)), ),
+                 "GLM-4.5-Air": ((IN_FP8, (DEFAULT, IN_4_BITS)), )}
 NAMES = list(dict.fromkeys(name for models in CASES.values() for name in models))
 SAMPLES_S = 0.05
 STATUS, GIB = Path("/proc/self/status"), 2**30
@@ -86,27 +102,27 @@ def peak_gib() -> float:
     return peak
 
 
-def load(case: Case, folder: Path) -> torch.nn.Module:
+def load(case: Case, contender: str, folder: Path) -> torch.nn.Module:
     attention = {key: value for key, value in MODELS[case.model].items() if key == "attn_implementation"}
-    return ds_mxfp8_moe.from_pretrained(folder, engine_config(case, DEFAULT, 1), dtype=BF16, **attention)
+    return ds_mxfp8_moe.from_pretrained(folder, engine_config(case, contender, 1), dtype=BF16, **attention)
 
 
 class FromFiles(Training):
     """`loaded`: what the row says of the files and of the load."""
 
-    def __init__(self, case: Case, files: str, folders: list[Path]):
+    def __init__(self, case: Case, contender: str, files: str, folders: list[Path]):
         with checkpoint(case.config(), files, folders) as (folder, self.loaded):
             world.say(f"{self.loaded['file_gb']:.1f} GB of files written in {self.loaded['write_s']:.0f} s")
             get_accelerator().empty_cache()
             peak_gib()
             with growth() as host:
                 begin = time.perf_counter()
-                model = load(case, folder)
+                model = load(case, contender, folder)
                 get_accelerator().synchronize()
                 self.loaded["load_s"] = time.perf_counter() - begin
         self.loaded |= {"host_gib": host.get("RssAnon"), "resident_gib": host.get("VmRSS"), "load_gib": peak_gib()}
         world.say(f"loaded in {self.loaded['load_s']:.0f} s")
-        super().__init__(case, DEFAULT, 1, prepared(model, case))
+        super().__init__(case, contender, 1, prepared(model, case))
         self.loaded["start_gib"] = peak_gib()
 
 
@@ -119,7 +135,7 @@ def measured(case: Case, budget_s: float, training: FromFiles, before: int) -> d
 def warm_up(folders: list[Path]) -> None:
     tiny = case_of("tiny")
     with checkpoint(tiny.config(), IN_FP8, folders) as (folder, _):
-        load(tiny, folder)
+        load(tiny, DEFAULT, folder)
 
 
 def case_of(model: str) -> Case:
@@ -131,36 +147,42 @@ def case_of(model: str) -> Case:
 def fill(args: argparse.Namespace, rows: dict[tuple, dict], commit: str | None) -> Iterator[None]:
     """Adds what the rows lack, or what failed before."""
     lacking = {}
-    for model, files in ((model, files) for model, kinds in CASES[args.cases].items() for files in kinds):
+    for model, files, contender in ((model, files, contender) for model, kinds in CASES[args.cases].items()
+                                    for files, contenders in kinds for contender in contenders):
         case = case_of(model)
-        row = {"case": {**case.described(), "files": files}, "contender": DEFAULT}
+        row = {"case": {**case.described(), "files": files}, "contender": contender}
         if model in args.models and not rows.get(trainings.key(row), {}).get("correct"):
-            lacking[f"{model} from {files}"] = case, files, row
+            lacking[f"{model} from {files}, {contender}"] = case, files, row
     if lacking and on_gpu():
         world.everywhere(lambda: warm_up(args.folders) or {})
     for name in world.in_time(lacking, args.seconds):
         case, files, row = lacking[name]
-        told, = trainings.found(partial(FromFiles, case, files, args.folders), [partial(measured, case, args.budget)])
+        build = partial(FromFiles, case, row["contender"], files, args.folders)
+        told, = trainings.found(build, [partial(measured, case, args.budget)])
         rows[trainings.key(row)] = row = {**row, "commit": commit, **told}
         world.say(f"{name}: {json.dumps({key: value for key, value in row.items() if key != 'case'})}")
         yield
 
 
 def plot(result: dict, pyplot) -> None:
-    rates = {f"{row['case']['model']}, {row['case']['files']}": {"all": row["tokens_per_s"]} for row in result["rows"]
-             if "tokens_per_s" in row}
+    rates: dict = {}
+    for row in result["rows"]:
+        if "tokens_per_s" in row:
+            of = rates.setdefault(f"{row['case']['model']}, {row['case']['files']}", {})
+            of[row["contender"]] = row["tokens_per_s"]
     show.stacked(pyplot, {"LoRA on one GPU": rates}, "tokens per second")
 
 
+ALL = DEFAULT, IN_8_BITS, IN_4_BITS
 SMALL = {"better": show.SMALLER, "form": "{:.2f}"}
 SHOWN = show.Shown(
     "from_files",
-    [Measure("tokens per second", (DEFAULT, ), figure="tokens_per_s", form="{:.0f}"),
-     Measure("peak memory of the GPU, GiB", (DEFAULT, ), figure="peak_gib", **SMALL,
+    [Measure("tokens per second", ALL, figure="tokens_per_s", form="{:.0f}"),
+     Measure("peak memory of the GPU, GiB", ALL, figure="peak_gib", **SMALL,
              bars=(bar(125, model="GLM-4.5-Air"), bar(132, model="gpt-oss-120b"))),
-     Measure("host memory of the load beside mapped files, GiB", (DEFAULT, ), figure="host_gib", **SMALL,
+     Measure("host memory of the load beside mapped files, GiB", ALL, figure="host_gib", **SMALL,
              bars=(bar(2, model="Qwen3-30B-A3B"), )),
-     Measure("load, s", (DEFAULT, ), figure="load_s", **SMALL)],
+     Measure("load, s", ALL, figure="load_s", **SMALL)],
     [("files, GB", "file_gb", "{:.3g}"), ("largest, GB", "largest_file_gb", "{:.3g}"), ("load, s", "load_s", "{:.1f}"),
      ("host, GiB", "host_gib", "{:.2f}"), ("resident, GiB", "resident_gib", "{:.2f}"),
      ("peak, GiB", "peak_gib", "{:.2f}"), ("peak of the load", "load_gib", "{:.2f}"),

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do frozen experts in 8 bits cost quality? LoRA of a small model in pairs: experts held in MXFP8 alone, and in bf16.
+"""Do frozen experts in 8 or 4 bits cost quality? LoRA of a small model in pairs: experts held so, and in bf16.
 
 A model of bytes learns the sources of Python's standard library. Then adapters of attention and experts learn the text
-of pydoc from it, once in each way: the default recipe with frozen weights in MXFP8, and the recipe bf16. The runs of a
-pair have the same adapters at their start and the same batches. A pair's difference is that of its held-out losses.
+of pydoc from it, once in each way: the default recipe with frozen weights in MXFP8 or in MXFP4, and the recipe bf16.
+The runs of a seed have the same adapters at their start and the same batches. A pair's difference is that of its
+held-out losses.
 
     python examples/benchmarks/training/frozen_quality.py     # on a GPU, or with --out on a CPU: half an hour
 """
@@ -29,8 +30,9 @@ from train import heldout_loss
 from training.whole_model import ADAPTERS
 
 MODEL = Path(__file__).resolve().parents[3] / "configs/models/qwen3_moe_tiny.yaml"
-BF16, FROZEN = "frozen in bf16", "frozen in MXFP8"
-SECTIONS = {BF16: {"recipe": "bf16"}, FROZEN: {"scale_block_size": 128, "min_tokens_per_expert": 0}}
+BF16, FROZEN, FOUR_BITS = "frozen in bf16", "frozen in MXFP8", "frozen in MXFP4"
+OURS = {"scale_block_size": 128, "min_tokens_per_expert": 0}
+SECTIONS = {BF16: {"recipe": "bf16"}, FROZEN: OURS, FOUR_BITS: {**OURS, "frozen_experts": "mxfp4"}}
 SEQUENCES, SEQUENCE = 8, 128  # of a step
 BASE_STEPS, BASE_LR, LORA_LR = 600, 1e-3, 1e-3
 HELDOUT_WINDOWS = 64
@@ -76,7 +78,7 @@ def finetune(path: Path, contender: str, seed: int, steps: int, texts: dict[str,
 
 
 def rows(args: argparse.Namespace) -> Iterator[list[dict]]:
-    """Those of a pair."""
+    """Those of a seed."""
     training, heldout = data.split(data.documents("pydoc"))
     texts = {name: data.Windows(pieces, SEQUENCE) for name, pieces in (("training", training), ("heldout", heldout))}
     path = args.base
@@ -85,32 +87,43 @@ def rows(args: argparse.Namespace) -> Iterator[list[dict]]:
         base_model(data.Windows(pieces, SEQUENCE), args.base_steps).save_pretrained(path)
     for seed in range(args.seeds):
         case = {"seed": seed, "steps": args.steps, "base_steps": args.base_steps}
-        pair = {name: finetune(path, name, seed, args.steps, texts) for name in SECTIONS}
-        cost = pair[FROZEN]["heldout_loss"] / pair[BF16]["heldout_loss"] - 1
-        world.say(f"pair {seed + 1} of {args.seeds}: {cost:+.3%}")
-        yield [{"case": case, "contender": name, **pair[name], **({"cost": cost} if name == FROZEN else {})}
-               for name in SECTIONS]
+        found = {name: finetune(path, name, seed, args.steps, texts) for name in SECTIONS}
+        for one in found.values():
+            one |= {f"cost{when}": one[f"heldout_loss{when}"] / found[BF16][f"heldout_loss{when}"] - 1
+                    for when in ("", "_before")}
+        del found[BF16]["cost"], found[BF16]["cost_before"]
+        world.say(f"seed {seed + 1} of {args.seeds}: " + ", ".join(
+            f"{name} {one['cost']:+.3%}" for name, one in found.items() if name != BF16))
+        yield [{"case": case, "contender": name, **one} for name, one in found.items()]
 
 
-def costs(result: dict) -> list[float]:
-    return [row["cost"] for row in result["rows"] if "cost" in row]
+def costs(result: dict, key: str = "cost") -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for row in result["rows"]:
+        if key in row:
+            found.setdefault(row["contender"], []).append(row[key])
+    return found
 
 
 def sentences(result: dict) -> list[str]:
-    found = interval(costs(result))
-    between = "" if found.low is None else f", 95 % interval {found.low:+.3%} to {found.high:+.3%}"
-    return [f"Held-out loss, {FROZEN} beside {BF16}: {found.mean:+.3%} in the mean of {found.pairs} pairs{between}."]
+    told = []
+    for when, key in (("", "cost"), (" before training", "cost_before")):
+        for name, of_pairs in costs(result, key).items():
+            found = interval(of_pairs)
+            between = "" if found.low is None else f", 95 % interval {found.low:+.3%} to {found.high:+.3%}"
+            told.append(f"Held-out loss{when}, {name} beside {BF16}: {found.mean:+.3%} in the mean of {found.pairs} "
+                        f"pairs{between}.")
+    return told
 
 
 def plot(result: dict, pyplot) -> None:
-    found = [100 * cost for cost in costs(result)]
-    show.spans(pyplot, {"pairs of trainings": {FROZEN: found} if found else {}},
-               f"change of held-out loss to {BF16}, %")
+    found = {name: [100 * cost for cost in of_pairs] for name, of_pairs in costs(result).items()}
+    show.spans(pyplot, {"pairs of trainings": found}, f"change of held-out loss to {BF16}, %")
 
 
 SHOWN = show.Shown(
-    "frozen_quality", [Measure("held-out loss, of the pair's in bf16", (FROZEN, ), figure="cost", better=show.SMALLER,
-                               form="{:+.3%}")],
+    "frozen_quality", [Measure("held-out loss, of the pair's in bf16", (FROZEN, FOUR_BITS), figure="cost",
+                               better=show.SMALLER, form="{:+.3%}")],
     [("held-out loss before", "heldout_loss_before", "{:.4f}"), ("after", "heldout_loss", "{:.4f}"),
      ("difference", "cost", "{:+.3%}")], plot, wide=False, sentences=sentences)
 

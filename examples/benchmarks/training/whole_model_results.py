@@ -21,6 +21,7 @@ FULL, LORA = "full", "LoRA"
 PLAIN, AUTOEP = "transformers bf16", "AutoEP bf16"
 BF16, DEFAULT, MXFP8, KEPT = "ours, bf16", "ours, default", "ours, mxfp8", "ours, default, weights kept"
 NOT_KEPT, NO_GRAPHS = "ours, default, weights not kept", "ours, default, without CUDA graphs"
+IN_8_BITS, IN_4_BITS = "ours, default, frozen experts in 8 bits", "ours, default, frozen experts in 4 bits"
 # Keys of a case that the guide to fast training changes.
 CHANGES = ("attention", "loss", "optimizer", "compiled", "timer")
 # What a result file says for a value of whole_model.yaml.
