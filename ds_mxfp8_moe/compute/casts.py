@@ -95,7 +95,7 @@ def transpose_tiles(w_ENK: MXTensor) -> MXTensor:
 
 
 def unpack_tiles(weights: MXFP4Weights, transposed: bool = False) -> MXTensor:
-    """mxfp4.unpack_tiles of experts' weights [E, N, K]: what a GEMM multiplies of weights that are held in MXFP4."""
+    """mxfp4.unpack_tiles of weights [N, K] or [E, N, K]: what a GEMM multiplies of weights in MXFP4."""
     if not has_kernels(weights.codes.device):
         return mxfp4.unpack_tiles(weights, transposed)
     from ..ops.triton_kernels.unpack import unpack_tiles as kernel

@@ -137,8 +137,7 @@ class FrozenWeights(nn.Module):
         """What `write` puts into the buffers of a GEMM."""
         tiles: Any = weight
         if isinstance(weight, MXFP4Weights):
-            codes, scale, tile = (part.unsqueeze(0) for part in weight.buffers)
-            tiles = casts.unpack_tiles(MXFP4Weights(codes, scale, tile, weight.dtype))[0]
+            tiles = casts.unpack_tiles(weight)
         elif not isinstance(weight, MXTensor):
             tiles = casts.quantize_weights([part.unsqueeze(0) for part in weight], TILE, scaling_mode)[0]
         return tiles.qdata.view(torch.uint8), tiles.scale_bytes

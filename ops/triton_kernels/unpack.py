@@ -65,17 +65,15 @@ def _unpack_kernel(words_ptr, scale_ptr, tile_ptr, out_ptr, out_tile_ptr, M, N: 
 
 def unpack_tiles(codes: torch.Tensor, scale_bytes: torch.Tensor, tile_bytes: torch.Tensor,
                  transposed: bool) -> MXParts:
-    """mxfp4.unpack_tiles of experts' weights [E, N, K], whose parts are contiguous. K is a multiple of 32."""
-    experts, rows, halves = codes.shape
-    columns = 2 * halves
+    """mxfp4.unpack_tiles of weights [N, K] or [E, N, K], whose parts are contiguous. K is a multiple of 32."""
+    *experts, rows, halves = codes.shape
+    columns, device = 2 * halves, codes.device
     shape = (columns, rows) if transposed else (rows, columns)
-    out = torch.empty((experts, *shape), dtype=torch.float8_e4m3fn, device=codes.device)
-    out_tile = tile_bytes
+    out, out_tile = torch.empty((*experts, *shape), dtype=torch.float8_e4m3fn, device=device), tile_bytes
     if transposed:
-        out_tile = torch.empty((experts, *(cdiv(size, TILE) for size in shape)), dtype=torch.uint8,
-                               device=codes.device)
+        out_tile = torch.empty((*experts, cdiv(columns, TILE), cdiv(rows, TILE)), dtype=torch.uint8, device=device)
     tile = Tile(TILE, TILE, 16, strip=4) if transposed else Tile(TILE, TILE, 8)
-    _unpack_kernel[(tile.programs(rows, columns), experts)](
+    _unpack_kernel[(tile.programs(rows, columns), *(experts or [1]))](
         codes.view(torch.int32), scale_bytes, tile_bytes, out.view(torch.uint8), out_tile, rows, columns, transposed,
         tile.strip, tile.warps, tile.divides(rows, columns), num_warps=tile.warps)
     return MXParts(out, out_tile, TILE, tiled=True)

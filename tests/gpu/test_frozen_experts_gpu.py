@@ -5,7 +5,10 @@ import pytest
 import torch
 
 from ds_mxfp8_moe.compute import recorded
+from ds_mxfp8_moe.compute.block_fp8 import Rounding, from_mxfp4
 from ds_mxfp8_moe.compute.formula import ExpertFormula
+from ds_mxfp8_moe.compute.mx import sqnr_db
+from ds_mxfp8_moe.compute.mxfp4 import quantize, unpack_tiles
 from ds_mxfp8_moe.compute.routing import Routes
 from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.ffn.frozen_weights import FrozenMXFP4Weights, FrozenWeights
@@ -28,6 +31,25 @@ def test_the_bits_of_kept_weights(one_rank, recipe, routing, tokens):
 def test_files_in_mxfp4_give_the_bits_of_mxfp8(one_rank, recipe, files):
     wanted = calls(FrozenWeights, recipe, "random", device="cuda", files=files)
     assert all(map(torch.equal, calls(FrozenMXFP4Weights, recipe, "random", device="cuda", files=files), wanted))
+
+
+@pytest.mark.parametrize("changed", [as_it_is, far_apart])
+def test_weights_are_read_and_rounded_as_on_the_cpu(changed):
+    w = torch.randn(256, 384, generator=torch.Generator().manual_seed(0)) * 0.02
+    found = quantize(w.cuda())
+    assert sqnr_db(w, found.values().cpu()) == pytest.approx(sqnr_db(w, quantize(w).values()), abs=1e-3)
+    weight = changed({"down": quantize(w)})["down"]
+    read, roundings = [], []
+    for device in ("cpu", "cuda"):
+        roundings.append(Rounding())
+        blocks, scales = weight.codes.unflatten(-1, (-1, 16)).to(device), weight.scale_bytes.to(device)
+        read.append(from_mxfp4("w", blocks, scales, roundings[-1]))
+        frozen = FrozenWeights(1, 256, 384, torch.bfloat16, device)
+        frozen.write("down", 0, read[-1])
+        assert torch.equal(frozen.tiles("down").qdata[0].view(torch.uint8).cpu(),
+                           unpack_tiles(weight).qdata.view(torch.uint8))
+    assert all(torch.equal(one, other.cpu()) for one, other in zip(read[0].buffers, read[1].buffers, strict=True))
+    assert roundings[0].changed == roundings[1].changed and (roundings[0].changed > 0) == (changed is far_apart)
 
 
 @pytest.mark.parametrize("recipe, frozen", [

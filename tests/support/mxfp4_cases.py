@@ -41,3 +41,5 @@ def run_unpack(device: str, experts: int, rows: int, columns: int) -> None:
             actual = unpack_tiles(*(buffer.to(device) for buffer in weights.buffers), transposed)
             same(actual, mxfp4.unpack_tiles(weights, transposed))
             assert actual.qdata.is_contiguous() and actual.scale_bytes.is_contiguous()
+        one = MXFP4Weights(*(buffer[1] for buffer in weights.buffers), weights.dtype)
+        same(unpack_tiles(*(buffer.to(device) for buffer in one.buffers), False), mxfp4.unpack_tiles(one))
