@@ -191,11 +191,13 @@ def test_auto_is_no_value_and_every_problem_gets_its_line():
         f'"{key}" is "auto", which is no value here: leave the key out to have it chosen' for key in keys}
 
 
-@pytest.mark.parametrize("key", ["dispatch_fwd_dtype", "combine_bwd_dtype", "preactivation_dtype"])
-def test_recipe_bf16_refuses_a_written_mxfp8(key):
-    (line,) = problems(recipe="bf16", **{key: "mxfp8"})
-    assert '"recipe" is "bf16"' in line and f'"{key}" is "mxfp8"' in line
-    parse({"mxfp8_moe": {"recipe": "bf16", key: "bf16"}})
+@pytest.mark.parametrize("key, value, allowed", [
+    *((key, "mxfp8", "bf16") for key in ("dispatch_fwd_dtype", "combine_bwd_dtype", "preactivation_dtype")),
+    ("frozen_experts", "mxfp8", "keep"), ("frozen_experts", "mxfp4", "keep")])
+def test_recipe_bf16_refuses_a_written_quantization(key, value, allowed):
+    (line,) = problems(recipe="bf16", **{key: value})
+    assert '"recipe" is "bf16"' in line and f'"{key}" is "{value}"' in line
+    parse({"mxfp8_moe": {"recipe": "bf16", key: allowed}})
 
 
 @pytest.mark.parametrize("key, value, needed, transport", [
