@@ -35,7 +35,7 @@ README = ROOT / "README.md"
 QUALITY = ROOT / "examples" / "guides" / "quality.md"
 FAST = ROOT / "examples" / "guides" / "fast_training.md"
 MEMORY = ROOT / "examples" / "guides" / "memory.md"
-OF_80_GB = "whole_model_80gb"  # the result file of whole_model.py's cases "memory"
+OF_80_GB = ("whole_model_memory", "whole_model_80gb")  # result files of whole_model.py's cases "memory"
 GAIN = results_file.RESULTS / "gain.png"
 BENCHMARKS = ("training.whole_model", "training.train", "training.convergence", "training.frozen_quality",
               "training.from_files", "exchange.moe_layer", "exchange.dispatch_combine", "exchange.latency",
@@ -143,7 +143,7 @@ def texts() -> dict[Path, str]:
                for module, found in pages.items()}
     _, latest = of_one_rank(pages[whole_model])
     loaded = [result for _, result in pages[from_files]]
-    others = [result for path, result in pages[whole_model] if path.stem == OF_80_GB]
+    others = [result for path, result in pages[whole_model] if path.stem in OF_80_GB]
     runs = rows_of([latest, *others, *loaded])
     steps = compact(whole_model_results.steps_text(latest))
     path, study = pages[convergence][0]

@@ -12,7 +12,7 @@ exchanges nothing. Over several, as many experts for each are spread.
 
     python examples/benchmarks/training/whole_model.py --cases short   # again, until nothing is lacking
     python examples/benchmarks/training/whole_model.py --cases guide   # for the table of guides/fast_training.md
-    python examples/benchmarks/training/whole_model.py --cases memory  # for guides/memory.md, with --out ..._80gb.json
+    python examples/benchmarks/training/whole_model.py --cases memory  # for guides/memory.md, --out ..._memory.json
     torchrun --nproc-per-node 8 examples/benchmarks/training/whole_model.py --models Qwen3-30B-A3B
 
 Rows are added to what the result file has, so that a run of ten minutes goes on where the last one ended. Times come
