@@ -22,6 +22,8 @@ from ..config import ConfigError, shown
 from ..transport.deadline import failure_in_world
 
 NAME = "FlashAdamW"
+SMALLER_STATES = (f'"optimizer": {{"type": "{NAME}"}} keeps Adam\'s two moments in a quarter of their memory: '
+                  "examples/guides/memory.md")
 INSTALL = "pip install flashoptim"
 # Measured on an H200 with random weights, 32768 tokens a step.
 ROUNDED_AWAY = ('ERROR: "bf16_master_weights_and_grads" with {name} loses most updates in rounding. After six steps '

@@ -27,6 +27,7 @@ from ..layers.frozen_experts import frozen_of
 from ..ops.log import log, log_on_rank_0
 from ..ops.mx_format import TILE
 from ..transport.deadline import answers_of_all
+from .flash_adamw import SMALLER_STATES
 
 MOST_OF_FREE = 0.5  # of the memory that the first step left free, which later and longer batches may need
 
@@ -115,8 +116,8 @@ class _FirstStep:
         else:
             size *= 1 if tiles else 2
             log_on_rank_0("mxfp8_moe: MXFP8 weights are not kept: they would take more than half of the memory that "
-                            f"a step leaves free ({size / 2**30:.2f} of {free / 2**30:.2f} GiB on rank {rank}). "
-                            '"keep_quantized_weights": true keeps them anyway')
+                          f"a step leaves free ({size / 2**30:.2f} of {free / 2**30:.2f} GiB on rank {rank}). "
+                          f'"keep_quantized_weights": true keeps them anyway. {SMALLER_STATES}')
 
 
 def _keep(engine: DeepSpeedEngine, layers: list, transposes: bool = False) -> None:

@@ -124,7 +124,7 @@ class FrozenWeights(nn.Module):
         return super()._apply(*args, **kwargs)
 
     def _buffers_of(self, name: str) -> list[torch.Tensor]:
-        return [buffer for key, buffer in self._buffers.items() if key.startswith(f"{name}_")]  # type: ignore[misc]
+        return [buffer for key, buffer in self.named_buffers() if key.startswith(f"{name}_")]
 
     # ---- the format -------------------------------------------------------------------------------------------------
 

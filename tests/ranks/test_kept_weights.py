@@ -123,7 +123,8 @@ def decided(layout, free=None, way="stored", retries=None, **keys):
 
 @pytest.mark.parametrize("layout, free, way, first, later, said", [
     (ZERO_2, None, "stored", 2 * CASTS, CASTS, "MXFP8 weights are kept within each step, up to"),
-    (ZERO_2, 1000, "stored", 2 * CASTS, 2 * CASTS, "GiB on rank 1"),
+    (ZERO_2, 1000, "stored", 2 * CASTS, 2 * CASTS, 'GiB on rank 1). "keep_quantized_weights": true keeps them anyway. '
+     '"optimizer": {"type": "FlashAdamW"} keeps Adam'),
     (Layout(zero=2, dtype="bf16"), None, "reentrant", 3 * CASTS // 2, CASTS, "MXFP8 weights are kept within each"),
     (Layout(zero=2, dtype="bf16"), None, "stored", CASTS, CASTS, None)],
     ids=["micro-batches", "no memory on one rank", "checkpointing", "one micro-batch"])
