@@ -168,7 +168,7 @@ class AttentionGraphs:
             self._steps = PATIENCE
             log_on_rank_0(f"mxfp8_moe: attention runs without CUDA graphs, since there was an error: {error!r}")
             return
-        held = device.memory_reserved() - before
+        held = max(0, device.memory_reserved() - before)  # the capture also frees what torch had cached
         if self._asked or held <= MOST_OF_FREE * free:
             self._graphed = graphed
             log_on_rank_0(f"mxfp8_moe: attention of {len(graphed)} layers runs in CUDA graphs, whose memory is "

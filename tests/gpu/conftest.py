@@ -48,6 +48,7 @@ def fixture_of(scope: str, *how):
 
 # Ranks of one case alone: a process group that was missed once cannot be used again, and NVSHMEM starts once. Over
 # gloo goes what the oracle of ranks exchanges that exchange over peer memory or NVSHMEM.
+alone = fixture_of("module", 1)
 pair, pair_of_a_case, four = fixture_of("module", 2), fixture_of("function", 2), fixture_of("module", 4)
 four_over_gloo, four_over_nvshmem = fixture_of("module", 4, "gloo"), fixture_of("module", 4, "gloo")
 four_over_nvshmem_of_a_case = fixture_of("function", 4, "gloo")

@@ -141,7 +141,7 @@ def train_engine(engine, steps, rank: int | None = None) -> list[float]:
     """The loss of each of `steps`, which are numbers of batches."""
     losses = []
     for step in steps:
-        ids = batch(step, rank)
+        ids = batch(step, rank).to(engine.device)
         loss = engine(input_ids=ids, labels=ids).loss
         engine.backward(loss)
         engine.step()
