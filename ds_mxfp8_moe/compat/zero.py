@@ -31,6 +31,7 @@ from deepspeed.runtime.torch_autocast import is_autocast_initialized
 from deepspeed.runtime.utils import is_model_parallel_parameter, mask_nan_or_inf_with_val_inplace
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, GradPartitionBufferGroup
 from deepspeed.runtime.zero.utils import get_norm_dtype
+from deepspeed.utils import lazy_init_hp_params_optimizer_state
 from torch.autograd.graph import Node
 from torch.distributed import ProcessGroup
 from torch.nn.utils import get_total_norm
@@ -88,8 +89,12 @@ def _share_masters(optimizer: DeepSpeedZeroOptimizer, on: bool) -> None:
         if master.dtype == weights.dtype and (master.data_ptr() == weights.data_ptr()) != on:
             master.data = weights.detach() if on else weights.detach().clone()
             changed = True
-    if changed:  # DeepSpeed gives access to the masters of single parameters
+    if changed:  # DeepSpeed gives access to the masters of single parameters, and to their moments once they are there
         optimizer._link_all_hp_params()
+        if states := optimizer.optimizer.state:
+            for parameters, master in zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups,
+                                          strict=True):
+                lazy_init_hp_params_optimizer_state(parameters, master, states)
 
 
 class BatchedChecks(DeepSpeedZeroOptimizer):

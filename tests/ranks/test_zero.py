@@ -7,8 +7,14 @@ from unittest import mock
 
 import pytest
 import torch
-from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
+from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -299,3 +305,27 @@ def converted_later():
 
 def test_it_comes_and_goes_with_the_conversion(ranks2):
     assert ranks2.run(converted_later) == [[False, True, False]] * 2
+
+
+def masters_and_moments_after_conversions():
+    """Whether masters and moments of a weight are there for users after each conversion, and a step trains them."""
+    reset_deepspeed_groups()
+    layout = Layout(zero=1, config=ADAM)
+    engine, found = make_engine(layout, {"enabled": True}), []
+    weight = next(p for name, p in engine.module.named_parameters() if p.dim() > 1 and not is_moe_param(p))
+    train_steps(engine, layout)
+    moment = safe_get_full_optimizer_state(weight, "exp_avg")
+    for on in (False, True):
+        ds_mxfp8_moe.convert(engine, {"enabled": on})
+        found.append(torch.equal(safe_get_full_optimizer_state(weight, "exp_avg"), moment))
+        found.append(torch.equal(safe_get_full_fp32_param(weight), weight))
+        safe_set_full_fp32_param(weight, torch.full_like(weight, 9.0))
+        train_steps(engine, layout)
+        found.append(bool(((weight - 9.0).abs() < 1).all()))
+        moment = safe_get_full_optimizer_state(weight, "exp_avg")
+    engine.destroy()
+    return found
+
+
+def test_masters_and_moments_stay_in_reach_after_conversions(ranks2):
+    assert ranks2.run(masters_and_moments_after_conversions) == [[True] * 6] * 2
