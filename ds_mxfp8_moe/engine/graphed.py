@@ -189,10 +189,11 @@ class NoGraphYet(NoGraph):
 
 
 class Pending:
-    """A forward whose backward is to come. It goes with the autograd node that holds it."""
+    """A forward whose backward is to come, and which reads `inputs` until then. It goes with the autograd node that
+    holds it."""
 
-    def __init__(self, index: int):
-        self.index = index
+    def __init__(self, index: int, inputs: list[Input]):
+        self.index, self.inputs = index, inputs
 
 
 class Forwards:
@@ -214,19 +215,27 @@ class Forwards:
     def before(self, index: int) -> bool:
         return (last := self.last()) is None or last.index < index
 
-    def begin(self, index: int) -> Pending:
-        pending = Pending(index)
+    def begin(self, index: int, inputs: list[Input]) -> Pending:
+        pending = Pending(index, inputs)
         self._open.append(weakref.ref(pending))
+        for each in inputs:
+            each.readers.add(pending)
         return pending
 
     def end(self, pending: Pending) -> None:
         """Backward came. It may begin in the middle of a model, and does not come to the layers behind any more."""
         if not any(each() is pending for each in self._open):
-            raise RuntimeError("mxfp8_moe: backward comes to attention in another order than in the first steps, or "
-                               "to the same attention again, and its CUDA graphs keep nothing for that: write "
-                               '"graph_attention": false')
+            raise _out_of_order()
         while self._open.pop()() is not pending:
             pass
+        for each in pending.inputs:
+            each.readers.discard(pending)
+
+
+def _out_of_order() -> RuntimeError:
+    return RuntimeError("mxfp8_moe: backward comes to attention in another order than in the first steps, or to the "
+                        'same attention again, and its CUDA graphs keep nothing for that: write "graph_attention": '
+                        "false")
 
 
 class Recomputed:
@@ -242,15 +251,14 @@ class Recomputed:
     def before(self, index: int) -> bool:
         return True
 
-    def begin(self, index: int) -> Tensor:
+    def begin(self, index: int, inputs: list[Input]) -> Tensor:
         self._last += 1
         return torch.tensor(self._last, device="cpu")
 
     def end(self, number: Tensor) -> None:
         """Backward came."""
-        if number.item() != self._last:
-            raise RuntimeError("mxfp8_moe: backward comes to attention in another order than in the first steps, and "
-                               'its CUDA graphs keep nothing for that: write "graph_attention": false')
+        if number.item() != self._last:  # it lies on the host
+            raise _out_of_order()
 
 
 class GraphedAttention:
@@ -379,20 +387,15 @@ class GraphedAttention:
 
     def replay_forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Pending | Tensor]:
         """The output, and what tells backward of which forward it is."""
-        begun = self.forwards.begin(self.index)
         for each, tensor in zip(self.inputs, tensors, strict=True):
             each.fill(tensor)
-            if isinstance(begun, Pending):
-                each.readers.add(begun)
+        begun = self.forwards.begin(self.index, self.inputs)
         self._replay_forward()
         return self.output.clone(), begun
 
     def replay_backward(self, begun: Pending | Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of the arguments' tensors and of `params`."""
         self.forwards.end(begun)  # type: ignore[arg-type]
-        if isinstance(begun, Pending):
-            for each in self.inputs:
-                each.readers.discard(begun)
         self.grad.copy_(grad)
         self._replay_backward()
         inputs = iter(self.input_grads)
@@ -407,7 +410,7 @@ class _Replay(torch.autograd.Function):
     def forward(ctx, graphed: GraphedAttention, *tensors: Tensor) -> Tensor:
         ctx.graphed = graphed
         output, begun = graphed.replay_forward(tensors[:len(graphed.inputs)])
-        if isinstance(begun, Tensor):
+        if graphed.recomputed:
             ctx.save_for_backward(begun)
         else:
             ctx.begun = begun
@@ -464,7 +467,7 @@ def _inputs(call: Call, statics: dict[tuple, Input], recomputed: bool) -> list[I
 
     Args:
         statics: what calls of earlier layers made, by a tensor's place in its call and the tensor itself. Tensors that
-            get a gradient are not in it. Recomputed layers share those of the same form.
+            get a gradient are not in it. Recomputed layers share inputs of the same form.
     """
     device, made = torch.device(get_accelerator().current_device_name()), []
     for i, (wanted, tensor) in enumerate(zip(tensor_forms(call.form), call.tensors, strict=True)):
