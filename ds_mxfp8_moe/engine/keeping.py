@@ -108,11 +108,12 @@ class _FirstStep:
             answers = answers_of_all(dist.get_world_group(), answers[0], "the first step's memory")
         if not any(saves for saves, *_ in answers):
             return
-        room, rank, size, free = min((MOST_OF_FREE * free / max(size, 1), rank, size, free)
-                                     for rank, (_, size, free) in enumerate(answers))
+        fit, rank, size, free = min((MOST_OF_FREE * free / max(size, 1), rank, size, free)
+                                    for rank, (_, size, free) in enumerate(answers))
         tiles = all(layer.mxfp8_settings.recipe.block_size == TILE for layer in self.layers)
-        if room >= 2 or room >= 1 and tiles:
-            _keep(self.engine, self.layers, transposes=room < 2)
+        if fit >= 2 or fit >= 1 and tiles:
+            _keep(self.engine, self.layers, transposes=fit < 2)
+            self.engine._mxfp8.put("kept weights", _Memory(self.engine) if self.engine._mxfp8.keeping else None)
         else:
             size *= 1 if tiles else 2
             log_on_rank_0("mxfp8_moe: MXFP8 weights are not kept: they would take more than half of the memory that "
@@ -134,7 +135,6 @@ def _keep(engine: DeepSpeedEngine, layers: list, transposes: bool = False) -> No
             layer.mxfp8_kept = KeptWeights(transposes)
             engine._mxfp8.keeping.append(layer)
     if kept := engine._mxfp8.keeping:
-        engine._mxfp8.put("kept weights", _Memory(engine))
         often = "across steps" if all(map(_frozen, kept)) else "within each step"
         highest = max((layer.mxfp8_settings for layer in kept), key=lambda one: one.min_tokens_per_expert)
         threshold = f"; with them, {highest.threshold}" if highest.threshold else ""
@@ -144,8 +144,8 @@ def _keep(engine: DeepSpeedEngine, layers: list, transposes: bool = False) -> No
 
 
 class _Memory:
-    """Gives kept weights back once the device runs out of memory: then torch's allocator frees what it has cached,
-    for which it waits for the device, in each step again. Layers go on in MXFP8."""
+    """Gives kept weights back once the device runs out of memory, if the key did not ask for them. Torch's allocator
+    would free what it has cached in each step, and wait for the device. Layers go on in MXFP8."""
 
     def __init__(self, engine: DeepSpeedEngine):
         self._engine, self._before = weakref.ref(engine), _retries()

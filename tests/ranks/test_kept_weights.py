@@ -160,6 +160,12 @@ def test_without_memory_nothing_is_kept_any_more(ranks2):
         assert "MXFP8 weights are not kept any more on this rank" in said
 
 
+def test_what_the_key_asks_for_is_kept_without_memory(ranks2):
+    results = ranks2.run(decided, replace(ZERO_2, steps=3), retries=[*range(9)], keep_quantized_weights=True)
+    for (_, (_, _, counts)), said in results:
+        assert counts == [CASTS] * 3 and "not kept any more" not in said
+
+
 def test_a_skipped_step(ranks2):
     layout = Layout(zero=1, steps=3, config=TWO)
     results = ranks2.run(both, layout, None, "stored", True)
