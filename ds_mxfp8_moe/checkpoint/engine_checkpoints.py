@@ -29,6 +29,7 @@ from ..layers.frozen_experts import checksums_of_frozen
 from ..ops.log import log_on_rank_0
 from ..transport.deadline import PeerError, answers_of_all, deadline_for, failure_in_world, tell_peers
 from .earlier_names import folders_found, present_checkpoint
+from .flash_states import as_adamw, fitted, in_full, is_flash
 from .loading import adapt_module, frozen_left_out, hide_mxfp8, name_broken_file, refuse_some_in_mxfp8
 from .manifest import (
     MANIFEST,
@@ -67,6 +68,7 @@ class Checkpoints:
         hide_mxfp8(engine)
         if type(engine.checkpoint_engine) is TorchCheckpointEngine:
             engine.checkpoint_engine = _Files(engine._config)
+            engine.checkpoint_engine.optimizer = engine.optimizer
         elif engine.checkpoint_engine is not None and not isinstance(engine.checkpoint_engine, _Files):
             log_on_rank_0(f"mxfp8_moe: WARNING: DeepSpeed's {type(engine.checkpoint_engine).__name__} writes "
                             "checkpoints as DeepSpeed does: in place, and without the manifest by which damaged files "
@@ -117,16 +119,20 @@ class _Files(TorchCheckpointEngine):
     """DeepSpeed's reader and writer of files. An error in reading names the file.
 
     Attributes:
+        optimizer: the engine's.
         written: takes note of what is written. None: no checkpoint is being saved.
     """
 
+    optimizer: Any = None
     written: "_Written | None" = None
 
     def load(self, path: str, *args, **kwargs) -> Any:
-        return name_broken_file(super().load, path, *args, **kwargs)
+        return fitted(name_broken_file(super().load, path, *args, **kwargs), self.optimizer)
 
     def save(self, state_dict: Any, path: str) -> None:
-        plain = super().save
+        def plain(state_dict: Any, path: str) -> None:
+            TorchCheckpointEngine.save(self, in_full(state_dict, self.optimizer), path)
+
         plain(state_dict, path) if self.written is None else self.written.save(plain, state_dict, path)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
@@ -305,7 +311,9 @@ class _Loading:
             with (deadline_for(dist.get_world_group(), self.engine.device, "load_checkpoint"),
                   frozen_left_out(self.engine, self.arguments)):
                 self.copied = self.engine.load_universal_checkpoint()
-                with folders_found(self.engine, self.folder / tag) if self.copied and tag else nullcontext():
+                universal, zero = bool(self.copied and tag), self.engine.optimizer
+                with (folders_found(self.engine, self.folder / tag) if universal else nullcontext(),
+                      as_adamw(zero) if universal and is_flash(zero) else nullcontext()):
                     result = plain()
         except (PeerError, CheckpointError):
             raise

@@ -6,9 +6,12 @@ import gc
 
 import pytest
 import torch
+from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT, SINGLE_PARTITION_OF_FP32_GROUPS
 
 import ds_mxfp8_moe
+from ds_mxfp8_moe.checkpoint.flash_states import in_full
 from tests.support.autoep_models import batch, ds_config, model, train_engine
+from tests.support.spread_checkpoints_cases import to_universal
 
 FLASH = {"type": "FlashAdamW", "params": {"lr": 1e-3}}
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
@@ -17,10 +20,11 @@ BF16_MASTERS = {**BF16, "bf16_master_weights_and_grads": True, "bf16_optimizer_s
 SIZES = {"hidden_size": 512, "moe_intermediate_size": 512}
 
 
-def started(stage: int, optimizer: dict, bf16: dict, world: int, **sizes):
+def started(stage: int, optimizer: dict, bf16: dict, world: int, universal: bool = False, **sizes):
     section = {"enabled": True, "recipe": "bf16", "graph_attention": False}
     zero = {"reduce_bucket_size": 10000}
-    config = ds_config(section, stage, world, optimizer=optimizer, bf16=bf16, zero_optimization=zero)
+    config = ds_config(section, stage, world, optimizer=optimizer, bf16=bf16, zero_optimization=zero,
+                       checkpoint={"load_universal": universal})
     del config["zero_allow_untested_optimizer"]
     return ds_mxfp8_moe.initialize(model=model(dtype=torch.bfloat16, use_cache=False, **sizes), config=config)[0]
 
@@ -44,6 +48,64 @@ def resumed(directory, stage: int, bits: int, bf16: dict) -> tuple[list[float], 
 def test_a_checkpoint_goes_on_with_the_same_bits(gpu_ranks, tmp_path, stage, bits, bf16):
     for losses, last in gpu_ranks.run(resumed, tmp_path, stage, bits, bf16, seconds=120):
         assert losses[4:] == last
+
+
+OPTIMIZERS = {"AdamW": (ADAMW, BF16), "float32": (FLASH, BF16),
+              **{f"{bits} bits": ({**FLASH, "params": {"lr": 1e-3, "master_weight_bits": bits}}, BF16_MASTERS)
+                 for bits in (24, 32)}}
+
+
+def exact_masters(engine) -> torch.Tensor:
+    """All masters of this rank with their correction, as a file has them."""
+    zero = in_full({OPTIMIZER_STATE_DICT: engine.optimizer.state_dict()}, engine.optimizer)[OPTIMIZER_STATE_DICT]
+    masters = zero[FP32_FLAT_GROUPS if FP32_FLAT_GROUPS in zero else SINGLE_PARTITION_OF_FP32_GROUPS]
+    return torch.cat([master.detach().cpu() for master in masters])
+
+
+def saved(directory, stage: int, kind: str) -> tuple[list[float], torch.Tensor]:
+    """Losses of eight steps, and the masters that are saved after four."""
+    engine = started(stage, *OPTIMIZERS[kind], torch.distributed.get_world_size())
+    losses = train_engine(engine, range(4))
+    masters = exact_masters(engine)
+    engine.save_checkpoint(directory, tag="two")
+    return losses + train_engine(engine, range(4, 8)), masters
+
+
+def loaded(directory, stage: int, kind: str, universal: bool = False) -> tuple[list[float], torch.Tensor]:
+    """The last four losses and the masters of a run that begins with a checkpoint. A universal one has its experts
+    spread otherwise, but for ZeRO-3."""
+    world = torch.distributed.get_world_size() if stage == 3 or not universal else 1
+    engine = started(stage, *OPTIMIZERS[kind], world, universal, seed=1)
+    engine.load_checkpoint(directory, tag="two_universal" if universal else "two")
+    masters = exact_masters(engine)
+    return train_engine(engine, range(4, 8)), masters
+
+
+def has_correction(masters: torch.Tensor) -> bool:
+    return (masters.bfloat16() != masters).float().mean() > 0.8
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("writer, reader", [("AdamW", "24 bits"), ("32 bits", "float32"), ("24 bits", "AdamW"),
+                                            ("float32", "32 bits")])
+def test_other_precisions_go_on_with_a_checkpoint(gpu_ranks, tmp_path, stage, writer, reader):
+    for (losses, expected), (last, masters) in zip(gpu_ranks.run(saved, tmp_path, stage, writer, seconds=120),
+                                                   gpu_ranks.run(loaded, tmp_path, stage, reader, seconds=120),
+                                                   strict=True):
+        n = min(len(expected), len(masters))  # AdamW's have padding
+        assert torch.allclose(masters[:n], expected[:n], rtol=2.0**-15, atol=1e-30) and has_correction(masters)
+        assert last == pytest.approx(losses[4:], rel=1e-2)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["float32", "24 bits", "32 bits"])
+def test_a_universal_checkpoint_keeps_masters_and_moments(gpu_ranks, tmp_path, stage, kind):
+    expected = gpu_ranks.run(saved, tmp_path, stage, kind, seconds=120)
+    to_universal(tmp_path)
+    for (losses, _), (last, masters) in zip(expected, gpu_ranks.run(loaded, tmp_path, stage, kind, True, seconds=120),
+                                            strict=True):
+        assert has_correction(masters)
+        assert last == pytest.approx(losses[4:], rel=1e-2)
 
 
 def held(optimizer: dict, bf16: dict) -> float:

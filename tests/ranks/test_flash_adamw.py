@@ -18,9 +18,11 @@ from ds_mxfp8_moe.engine.flash_adamw import about_masters
 from tests.support.autoep_models import ds_config, engine_of, model, train_engine, weights
 from tests.support.engine_cases import enabled
 from tests.support.slow import WIDE
+from tests.support.spread_checkpoints_cases import to_universal
 from tests.support.trainers import trainer_of
 
 SECTION = {"enabled": True, "recipe": "bf16"}
+FLASH, ADAMW_OF_TORCH = "by the config", "torch's"
 ADAMW = {"lr": 1e-3, "betas": [0.8, 0.95], "eps": 1e-4, "weight_decay": 0.1}
 ON_CPU = {"quantize": False, "fused": False}
 ASKED = {"gradient_clipping": 0.5, "gradient_accumulation_steps": 2, "scheduler": {
@@ -34,9 +36,9 @@ def without_decay(net: torch.nn.Module) -> list[dict]:
             {"params": [p for name, p in net.named_parameters() if name in norms], "weight_decay": 0.0}]
 
 
-def started(stage: int, how: str, directory=None, **changes):
-    net = model()
-    config = ds_config(SECTION, stage, **{**ASKED, **changes})
+def started(stage: int, how: str, ep_size: int = 2, seed: int = 0, **changes):
+    net = model(seed=seed)
+    config = ds_config(SECTION, stage, ep_size, **{**ASKED, **changes})
     del config["zero_allow_untested_optimizer"]
     given = {"model_parameters": without_decay(net)}
     if how == "by the config":
@@ -74,15 +76,23 @@ def test_trains_as_torchs_adamw(ranks2, stage):
     assert_trains_alike(ranks2.run(trained, stage, "by the user"), expected)
 
 
-def resumed(directory, stage: int, changes: dict) -> tuple[list[float], list[float]]:
+def resumed(directory, stage: int, changes: dict, hows: tuple[str, str] = (FLASH, FLASH)) -> tuple:
     """The losses of eight micro-batches in a run, and of the last four in a run that resumes there."""
-    engine = started(stage, "by the config", **changes)
+    losses = saved(directory, stage, changes, hows[0])
+    return losses, loaded(directory, stage, changes, hows[1])
+
+
+def saved(directory, stage: int, changes: dict, how: str) -> list[float]:
+    engine = started(stage, how, **changes)
     losses = train_engine(engine, range(4))
-    engine.save_checkpoint(directory)
-    losses += train_engine(engine, range(4, 8))
-    again = started(stage, "by the config", **changes)
-    again.load_checkpoint(directory)
-    return losses, train_engine(again, range(4, 8))
+    engine.save_checkpoint(directory, tag="two")
+    return losses + train_engine(engine, range(4, 8))
+
+
+def loaded(directory, stage: int, changes: dict, how: str, tag: str = "two", ep_size: int = 2) -> list[float]:
+    again = started(stage, how, ep_size, seed=1, **changes)
+    again.load_checkpoint(directory, tag=tag)
+    return train_engine(again, range(4, 8))
 
 
 BF16_MASTERS = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
@@ -94,6 +104,28 @@ BF16_MASTERS = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True,
 def test_a_checkpoint_goes_on_with_the_same_bits(ranks2, tmp_path, stage, changes):
     for losses, last in ranks2.run(resumed, tmp_path, stage, changes):
         assert losses[4:] == last
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=WIDE), 3])
+@pytest.mark.parametrize("hows", [(ADAMW_OF_TORCH, FLASH), (FLASH, ADAMW_OF_TORCH)], ids=str)
+def test_adamw_and_flash_adamw_go_on_with_each_others_checkpoints(ranks2, tmp_path, stage, hows):
+    for losses, last in ranks2.run(resumed, tmp_path, stage, {}, hows):
+        assert last == pytest.approx(losses[4:], rel=1e-5)
+
+
+@pytest.mark.parametrize("stage, changes, hows", [
+    (2, {}, (FLASH, FLASH)), (1, BF16_MASTERS, (FLASH, FLASH)), (3, {}, (FLASH, FLASH)),
+    pytest.param(3, BF16_MASTERS, (FLASH, FLASH), marks=WIDE),
+    pytest.param(1, {}, (FLASH, ADAMW_OF_TORCH), marks=WIDE),
+    pytest.param(3, {}, (ADAMW_OF_TORCH, FLASH), marks=WIDE)], ids=str)
+def test_a_universal_checkpoint_goes_on(ranks2, tmp_path, stage, changes, hows):
+    """In ZeRO-1 and 2 with experts spread over other ranks, too."""
+    expected = ranks2.run(saved, tmp_path, stage, changes, hows[0])
+    to_universal(tmp_path)
+    found = ranks2.run(loaded, tmp_path, stage, {**changes, "checkpoint": {"load_universal": True}}, hows[1],
+                       "two_universal", 2 if stage == 3 else 1)
+    for losses, last in zip(expected, found, strict=True):
+        assert last == pytest.approx(losses[4:], rel=3e-3 if changes else 1e-5)
 
 
 def with_bf16_masters(directory, stage: int, shared: bool) -> tuple:
