@@ -15,6 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 
 
@@ -91,6 +92,25 @@ def _widen_arguments() -> None:
     interpreter._implicit_cvt = convert
 
 
+def _permute_bytes() -> None:
+    """Triton's interpreter runs no instructions of PTX. Of these, kernels that it runs have prmt alone."""
+    from triton import language
+    from triton.runtime import interpreter
+
+    def create_inline_asm(self, instruction, constraints, values, types, pure, pack):
+        assert instruction == "prmt.b32 $0, $1, $2, $3;"
+        low, high, places = (value.data.astype("uint32").astype("uint64") for value in values)
+        found = 0
+        for i in range(4):
+            place = places >> 4 * i & 15
+            byte = (low | high << 32) >> 8 * (place & 7) & 255
+            found |= np.where(place > 7, (byte >> 7) * 255, byte) << 8 * i
+        return SimpleNamespace(get_result=lambda _: interpreter.TensorHandle(
+            found.astype("uint32").view("int32"), language.int32))
+
+    interpreter.InterpreterBuilder.create_inline_asm = create_inline_asm
+
+
 def _start() -> None:
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
     torch.set_num_threads(1)
@@ -99,6 +119,7 @@ def _start() -> None:
     _widen_arguments()
     _multiply_bfloat16()
     _patch_language_once()
+    _permute_bytes()
 
 
 def _run(case: Callable, *args):
