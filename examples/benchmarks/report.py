@@ -36,6 +36,7 @@ QUALITY = ROOT / "examples" / "guides" / "quality.md"
 FAST = ROOT / "examples" / "guides" / "fast_training.md"
 MEMORY = ROOT / "examples" / "guides" / "memory.md"
 OF_80_GB = ("whole_model_memory", "whole_model_80gb")  # result files of whole_model.py's cases "memory"
+STUDY, OF_OPTIMIZERS = "convergence", "convergence_optimizers"  # result files of convergence.py
 GAIN = results_file.RESULTS / "gain.png"
 BENCHMARKS = ("training.whole_model", "training.train", "training.convergence", "training.frozen_quality",
               "training.from_files", "exchange.moe_layer", "exchange.dispatch_combine", "exchange.latency",
@@ -146,13 +147,19 @@ def texts() -> dict[Path, str]:
     others = [result for path, result in pages[whole_model] if path.stem in OF_80_GB]
     runs = rows_of([latest, *others, *loaded])
     steps = compact(whole_model_results.steps_text(latest))
-    path, study = pages[convergence][0]
-    answer = compact(f"{convergence_results.answer(convergence.SHOWN.prepared(study))}\n\nFrom "
-                     f"[{path.name}](../benchmarks/results/{path.name}).")
-    return written | {README: front_page_text(pages, front_page.quality(convergence.SHOWN.prepared(study))),
+    studies = {path.stem: convergence.SHOWN.prepared(study) for path, study in pages[convergence]}
+    answer = f"{compact(convergence_results.answer(studies[STUDY]))}\n\n{origin_of(STUDY)}"
+    guide = replaced(MEMORY.read_text(), "memory", compact(memory.memory_text(runs)))
+    if OF_OPTIMIZERS in studies:
+        losses = compact(convergence_results.of_optimizers(studies[OF_OPTIMIZERS]))
+        guide = replaced(guide, "loss", f"{losses}\n\n{origin_of(OF_OPTIMIZERS)}")
+    return written | {README: front_page_text(pages, front_page.quality(studies[STUDY])),
                       QUALITY: replaced(QUALITY.read_text(), "answer", answer),
-                      FAST: replaced(FAST.read_text(), "steps", steps),
-                      MEMORY: replaced(MEMORY.read_text(), "memory", compact(memory.memory_text(runs)))}
+                      FAST: replaced(FAST.read_text(), "steps", steps), MEMORY: guide}
+
+
+def origin_of(stem: str) -> str:
+    return f"From [{stem}.json](../benchmarks/results/{stem}.json)."
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -473,7 +473,7 @@ def study(name, out) -> list[dict]:
              "--heldout_windows", "4", "--seeds", "1", "--recipes", BF16)
     with tiny(out.parent):
         first = run_script(name, out, *given)
-        rows = run_script(name, out, *given, "default_128")
+        rows = run_script(name, out, *given, "default_128", *convergence.OPTIMIZERS)
     assert rows[:1] == first
     return rows
 
@@ -522,7 +522,7 @@ SCRIPTS = {
                              {whole_model.PLAIN, whole_model.DEFAULT}),
     "training.frozen_quality": (run_script, 1, ("--base", "base", "--base_steps", "2", "--steps", "2", "--seeds", "1"),
                                 dict(HELDOUT_WINDOWS=8), set()),
-    "training.convergence": (study, 2, (), {}, {BF16, "default_128"}),
+    "training.convergence": (study, 2, (), {}, {BF16, "default_128", *convergence.OPTIMIZERS}),
     "training.convergence, own": (own_study, 2, (), {}, {BF16, OWN, YARDSTICK}),
     "training.from_files": (run_script, 1, (*BRIEF, "--folders", "."), {}, set()),
 }

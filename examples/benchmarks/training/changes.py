@@ -14,11 +14,14 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lib.world import on_gpu
+
 SDPA = {"sdpa, flash": "flash"}  # which of torch's backends; by itself it takes cuDNN's
 OPTIMIZERS = {None: {"torch_adam": True, "fused": True}, "torch AdamW, not fused": {"torch_adam": True},
               "DeepSpeed's AdamW": {}}
 # Adam's moments in 8 bits, and masters in float32, or in bf16 with 8 bits of correction. Our engines alone know it.
 FLASH, FLASH_BF16 = "flashoptim.FlashAdamW", "flashoptim.FlashAdamW, masters in bf16"
+FLASH_ON_CPU = {"quantize": False, "fused": False, "master_weight_bits": None}
 BF16_MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 OWN, LARGE_CHUNKS = "transformers' loss", "Liger's loss in large chunks"
 IN_CHUNKS, TILED = "loss in chunks", "DeepSpeed's tiled loss"
@@ -35,12 +38,13 @@ def choose_attention(attention: str | None) -> dict[str, str]:
     return {"attn_implementation": "sdpa" if attention in SDPA else attention} if attention else {}
 
 
-def optimizer_config(optimizer: str | None, lr: float) -> dict:
-    """What the JSON says of the optimizer that a case asks for."""
+def optimizer_config(optimizer: str | None, params: dict) -> dict:
+    """What the JSON says of the optimizer that a case asks for. `params`: AdamW's."""
     if optimizer in (FLASH, FLASH_BF16):
         masters = {"bf16": BF16_MASTERS} if optimizer == FLASH_BF16 else {}
-        return {"optimizer": {"type": "FlashAdamW", "params": {"lr": lr}}, **masters}
-    return {"optimizer": {"type": "AdamW", "params": {"lr": lr, **OPTIMIZERS[optimizer]}}}
+        params = {key: value for key, value in params.items() if key not in OPTIMIZERS[None]}
+        return {"optimizer": {"type": "FlashAdamW", "params": params | ({} if on_gpu() else FLASH_ON_CPU)}, **masters}
+    return {"optimizer": {"type": "AdamW", "params": {**params, **OPTIMIZERS[optimizer]}}}
 
 
 def change_loss(model: nn.Module, loss: str | None, micro_batches: int) -> None:

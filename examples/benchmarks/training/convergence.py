@@ -11,7 +11,8 @@ examples/guides/quality.md explains the method.
         --hf_model FOLDER --ds_config FILE --data FOLDER --out ab.json
 
 The first command trains on one GPU what the result file lacks, the most important runs first, so that a study goes on
-in pieces. The second command compares a user's section "mxfp8_moe" with bf16, on their model and data.
+in pieces. With --recipes bf16 flash_adamw flash_adamw_bf16, it compares optimizers. The second command compares a
+user's section "mxfp8_moe" with bf16, on their model and data.
 """
 
 import argparse
@@ -45,7 +46,8 @@ from ds_mxfp8_moe.compute import mx
 from ds_mxfp8_moe.config import FORMAT_KEYS, SECTION
 from ds_mxfp8_moe.layers.experts import converted_layers
 from lib import models, results_file, run, world
-from training.convergence_results import BF16, NUDGED, OWN, SHOWN, YARDSTICK
+from training import changes
+from training.convergence_results import BF16, FLASH, FLASH_BF16, NUDGED, OWN, SHOWN, YARDSTICK
 
 ROOT = Path(__file__).resolve().parents[3]
 HELDOUT_SHARE = 0.05  # of the texts
@@ -69,6 +71,7 @@ SIZES = {"50M": Size("configs/models/qwen3_moe_50m.yaml", 6e-4, 16, 1024),
 RECIPES = {BF16: {"recipe": BF16}, "default_128": {"scale_block_size": 128},
            "mxfp8_128": {"scale_block_size": 128, "recipe": "mxfp8"}, YARDSTICK: {"recipe": BF16},
            NUDGED: {"recipe": BF16}}
+OPTIMIZERS = {FLASH: changes.FLASH, FLASH_BF16: changes.FLASH_BF16}  # in bf16, beside torch's AdamW: by --recipes
 OWN_RECIPES = (BF16, OWN, YARDSTICK)
 # With them, the standard error of a mean difference is 0.2 % at 50M, and 0.1 % at 300M.
 SEEDS = 16
@@ -100,7 +103,7 @@ def own_config(path: Path) -> dict:
 def section_of(one: Run, args: argparse.Namespace) -> dict:
     """The section of a run: the study's, the user's as it is, or the user's without quantization."""
     if one.size != OWN:
-        return RECIPES[one.recipe]
+        return RECIPES.get(one.recipe, RECIPES[BF16])
     section = own_config(args.ds_config)[SECTION]
     if one.recipe == OWN:
         return section
@@ -161,6 +164,8 @@ def build(one: Run, args: argparse.Namespace) -> tuple:
         config = json.loads((ROOT / "configs/ds/zero2.json").read_text())
         config["train_micro_batch_size_per_gpu"] = size.sequences // world.size()
         config["optimizer"]["params"]["lr"] = size.lr
+        if one.recipe in OPTIMIZERS:
+            config |= changes.optimizer_config(OPTIMIZERS[one.recipe], config["optimizer"]["params"])
         config["expert_parallel"] = {"enabled": True, "autoep_size": world.size()}
         section = {"enabled": True, "min_tokens_per_expert": 0, "transport": "collective", **section}
         model = ["--hf_model", str(ROOT / size.model), "--seq_len", str(size.seq_len)]
@@ -329,7 +334,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         args.sizes = [OWN]
     elif args.hf_model:
         parser.error("--hf_model needs --ds_config: a DeepSpeed config with your section \"mxfp8_moe\"")
-    valid = OWN_RECIPES if args.ds_config else RECIPES
+    valid = OWN_RECIPES if args.ds_config else (*RECIPES, *OPTIMIZERS)
     if unknown := [name for name in args.recipes or () if name not in valid]:
         parser.error(f"--recipes: unknown {', '.join(unknown)}; expected some of {', '.join(valid)}")
     return args

@@ -9,11 +9,13 @@ from lib.paired import Interval
 from lib.show import Measure, bar
 
 BF16, YARDSTICK, NUDGED = "bf16", "reordered", "nudged"
+FLASH, FLASH_BF16 = "flash_adamw", "flash_adamw_bf16"  # bf16, but the optimizer; the latter with masters in bf16
 OWN = "own"  # the size, and the recipe, of a user's model and config
 LIMIT = 0.0025  # what MXFP8 may cost, as a share of the loss
 JUDGED = ("default_128", "mxfp8_128")  # which must not cost more
 NOT_JUDGED = {YARDSTICK: "The yardstick.", NUDGED: "A change of MXFP8's size that costs nothing."}
-SHOWN_RECIPES = (BF16, *JUDGED, *NOT_JUDGED, OWN)
+COMPARED = (*JUDGED, FLASH, FLASH_BF16, OWN)
+SHOWN_RECIPES = (BF16, *COMPARED, *NOT_JUDGED)
 SAME_START = 5e-4  # of the loss: MXFP8 changes it less than another seed does
 
 
@@ -109,9 +111,9 @@ def comparison(name: str, recipes: dict[str, dict[int, dict]]) -> dict:
 # ---- how results are shown ------------------------------------------------------------------------------------------
 
 MEASURES = [
-    Measure("held-out loss, mean of paired differences to bf16", (*JUDGED, OWN), figure="difference",
+    Measure("held-out loss, mean of paired differences to bf16", COMPARED, figure="difference",
             better=show.SMALLER, form="{:+.2%}"),
-    Measure("upper end of its 95 % interval", (*JUDGED, OWN), figure="high", better=show.SMALLER, form="{:+.2%}"),
+    Measure("upper end of its 95 % interval", COMPARED, figure="high", better=show.SMALLER, form="{:+.2%}"),
     Measure("beyond 0.25 %, by its interval or less the yardstick", JUDGED,
             figure="beyond", better=show.SMALLER, form="{:.2%}", bars=(bar(0.0), ))]
 
@@ -129,6 +131,16 @@ def answer(prepared: dict) -> str:
              for one in compared(prepared)]
     return show.markdown(lines, ["size", "recipe", "seeds", "change of held-out loss to bf16, with a 95 % interval",
                                  "the same, less the change of reordered", "its weights in MXFP8 to them in bf16"])
+
+
+def of_optimizers(prepared: dict) -> str:
+    """A Markdown table of FlashAdamW beside torch's AdamW."""
+    masters = {FLASH: "float32", FLASH_BF16: "bf16, 8 bits of correction"}
+    lines = [[masters[one["contender"]], one["case"]["size"], str(one["case"]["steps"]), str(one["pairs"]),
+              _with_interval(one["difference"], one["low"], one["high"])]
+             for one in compared(prepared) if one["contender"] in masters]
+    return show.markdown(lines, ["masters of FlashAdamW", "size", "steps", "pairs",
+                                 "change of held-out loss to torch's AdamW, with a 95 % interval"])
 
 
 def sentences(prepared: dict) -> list[str]:

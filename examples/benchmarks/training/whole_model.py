@@ -194,7 +194,7 @@ def engine_config(case: Case, contender: str, micro_batches: int, graphs: bool =
     config: dict = {"train_micro_batch_size_per_gpu": case.sequences, "gradient_accumulation_steps": micro_batches,
                     "bf16": {"enabled": True}, "zero_optimization": {"stage": 1},
                     **models.timer(case.timer == changes.WAITS),
-                    **changes.optimizer_config(case.optimizer, learning_rate(case))}
+                    **changes.optimizer_config(case.optimizer, {"lr": learning_rate(case)})}
     if contender != PLAIN:
         config["expert_parallel"] = {"enabled": True, "autoep_size": case.ranks}
     if contender in SECTIONS:
