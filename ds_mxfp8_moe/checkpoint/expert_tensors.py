@@ -6,7 +6,7 @@ conversion mapping says which of the model's parameters they become.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -119,18 +119,17 @@ def _check_converter(parameter: str, source: Source) -> None:
 
 
 class ExpertTensors:
-    """The experts of one block in a checkpoint, on a device."""
+    """The experts of one block in a checkpoint, on the device of `shards`."""
 
     def __init__(self, shards: ShardReader, sources: dict[str, Source], name: str, experts: HeldExperts,
-                 dtype: torch.dtype, device: torch.device, rounding: Rounding):
+                 dtype: torch.dtype, rounding: Rounding):
         """Arguments:
             name: of the module `experts` in the model.
             dtype: of the model.
             rounding: counts what changes of weights that are not in high precision.
         """
         self._shards, self._layout, self._name = shards, experts.layout, name
-        self._to = {"device": device, "dtype": dtype}
-        self._rounding = rounding
+        self._dtype, self._rounding = dtype, rounding
         self._sources = {stack: sources.get(f"{name}.{stack}", Source()) for stack in self._layout.names}
         self._shapes = {stack: tuple(getattr(experts, stack).shape[1:]) for stack in self._layout.names}
 
@@ -138,39 +137,48 @@ class ExpertTensors:
     def in_mxfp4(self) -> bool:
         return all("_blocks" in source.forms for source in self._sources.values())
 
-    def weight(self, stack: str, expert: int) -> Weight:
-        """An expert's weight in the first GEMM, gate above up, or in the second one.
+    def weights(self, experts: range) -> Iterator[tuple[int, str, Weight]]:
+        """Each expert's weight in the first GEMM, gate above up, and in the second one, with the expert's number and a
+        name of `Layout.names`.
 
-        Args:
-            stack: a name of `Layout.names`.
-            expert: counted over all ranks.
+        `experts`: counted over all ranks.
 
         Raises:
             RuntimeError, TypeError, ValueError: a tensor is missing, or has another form. The error names it.
         """
+        jobs = [(expert, stack) for expert in experts for stack in self._layout.names]
+        for (expert, stack), read in zip(jobs, self._shards.reads.ahead(self._read, jobs), strict=True):
+            yield expert, stack, self._weight(stack, expert, read)
+
+    def _read(self, job: tuple[int, str]) -> dict[str, list[torch.Tensor]]:
+        """By part, the tensors of an expert's weight."""
+        expert, stack = job
+        forms = self._sources[stack].forms
+        parts = ("_blocks", "_scales") if "_blocks" in forms else ("", "_scale_inv")
+        return {part: self._read_part(stack, part, expert) for part in parts if part != "_scale_inv" or part in forms}
+
+    def _weight(self, stack: str, expert: int, read: dict[str, list[torch.Tensor]]) -> Weight:
         source = self._sources[stack]
         names = [form.replace(NUMBER, str(expert)) if NUMBER in form else f"{form}[{expert}]"
                  for form in source.names("") or source.names("_blocks")]
-        if not names:
-            raise RuntimeError(f"no tensor of the checkpoint becomes {self._name}.{stack}")
         rows, columns = self._shapes[stack][::-1] if self._layout.is_transposed else self._shapes[stack]
         if "_blocks" in source.forms:
-            made = self._of_mxfp4(stack, names[0], expert)
+            made = self._of_mxfp4(stack, names[0], *(part for part, in read.values()))
             _check_shape(names[0], made, (rows, columns))
             return made
-        quantized, weights = "_scale_inv" in source.forms, self._read(stack, "", expert)
-        if quantized and not source.merges:
+        weights, *factors = read.values()
+        if factors and not source.merges:
             raise RuntimeError(f"{names[0]} is in block FP8, and becomes {self._name}.{stack} by more than merging: "
                                "use transformers' from_pretrained")
         if source.merges:
             shape = (rows // len(names), columns)
             for name, weight in zip(names, weights, strict=True):
-                _check_shape(name, weight, shape[::-1] if self._layout.is_transposed and not quantized else shape)
-        if quantized:
-            return self._of_block_fp8(stack, names, weights, self._read(stack, "_scale_inv", expert))
+                _check_shape(name, weight, shape[::-1] if self._layout.is_transposed and not factors else shape)
+        if factors:
+            return self._of_block_fp8(stack, names, weights, *factors)
         return self._of_high_precision(stack, names, weights)
 
-    def _read(self, stack: str, part: str, expert: int) -> list[torch.Tensor]:
+    def _read_part(self, stack: str, part: str, expert: int) -> list[torch.Tensor]:
         forms = self._sources[stack].names(part)
         if not forms:
             raise RuntimeError(f"no tensor of the checkpoint becomes {self._name}.{stack}{part}")
@@ -183,15 +191,13 @@ class ExpertTensors:
             tensors.append(tensor)
         return tensors
 
-    def _of_mxfp4(self, stack: str, name: str, expert: int) -> MXFP4Weights:
-        parts = [self._read(stack, part, expert)[0].to(self._to["device"]) for part in ("_blocks", "_scales")]
+    def _of_mxfp4(self, stack: str, name: str, *parts: torch.Tensor) -> MXFP4Weights:
         if stack != DOWN and not self._layout.is_concatenated:
-            parts = [gate_then_up(part, dim=0) for part in parts]
+            parts = tuple(gate_then_up(part, dim=0) for part in parts)
         return from_mxfp4(name, *parts, self._rounding)  # type: ignore[call-arg]
 
     def _of_block_fp8(self, stack: str, names: list[str], weights: list[torch.Tensor],
                       factors: list[torch.Tensor]) -> MXTensor:
-        weights, factors = ([tensor.to(self._to["device"]) for tensor in tensors] for tensors in (weights, factors))
         if len(weights) == len(factors) == 2:
             parts = zip(names, weights, factors, strict=True)
             return above([from_block_fp8(*part, self._rounding) for part in parts], self._rounding)
@@ -208,7 +214,7 @@ class ExpertTensors:
             if weight.dtype not in DTYPES:
                 raise TypeError(f"{name} has dtype {weight.dtype} and no scales in the checkpoint; expected "
                                 f"{', '.join(map(str, DTYPES))}, or block FP8 or MXFP4")
-        weight_1NK = self._convert(stack, [weight.to(**self._to) for weight in weights])
+        weight_1NK = self._convert(stack, [weight.to(self._dtype) for weight in weights])
         _check_shape(names[0], weight_1NK[0], self._shapes[stack])
         parts = [self._layout.split_down(weight_1NK)] if stack == DOWN else self._layout.split_up(weight_1NK)
         return [part[0].contiguous() for part in parts]

@@ -25,7 +25,7 @@ from ..compute.block_fp8 import Rounding
 from ..config import ConfigError, parse, read_ds_config, shown
 from ..ffn.frozen_weights import FORMATS, FrozenWeights
 from ..layers.held_experts import HeldExperts, holds_experts, read_before, say_rounding
-from ..recognition.stacked import Layout, is_stacked
+from ..recognition.stacked import DOWN, Layout, is_stacked
 from ..transport.agreement import check_same_arguments
 from ..transport.deadline import failure_in_world
 
@@ -36,8 +36,8 @@ def from_pretrained(name_or_path: str | os.PathLike, ds_config: dict | str | os.
 
     Collective over all ranks. A rank reads the experts that DeepSpeed will give to it. The experts lie on the
     accelerator, in the format of "frozen_experts"; without this key in MXFP4 if the files are, else in MXFP8. Host
-    memory holds one expert at a time. Give the result to `peft.get_peft_model`, then to `initialize`, the Trainer or
-    Accelerate. It computes nothing before.
+    memory holds one expert at a time; with a GPU, 64 MiB of pinned buffers. Give the result to `peft.get_peft_model`,
+    then to `initialize`, the Trainer or Accelerate. It computes nothing before.
 
     Args:
         name_or_path: of a checkpoint in safetensors files: a folder, or a name on the hub.
@@ -163,18 +163,18 @@ class _Loader:
             raise ConfigError("from_pretrained reads experts from safetensors files, and was given "
                               f"{shown(given)}: use transformers' from_pretrained")
         found = self._find_experts(model)
-        shards = ShardReader(checkpoint_files, folder)
         names = [f"{name}.{stack}" for name, experts in found.items() for stack in Layout.of(experts).names]
-        read_here, sources = expert_sources(list(shards.file_of), names, load_config.weight_mapping or [],
-                                            model.base_model_prefix)
-        held = {name: _hold(model, name, experts, load_config.dtype, device) for name, experts in found.items()}
-        with shards.slices(name for name in shards.file_of if name not in read_here) as others:
+        with ShardReader(checkpoint_files, device, folder) as shards:
+            read_here, sources = expert_sources(shards.names, names, load_config.weight_mapping or [],
+                                                model.base_model_prefix)
+            held = {name: _hold(model, name, experts, load_config.dtype, device) for name, experts in found.items()}
+            others = {name: shards.lazy(name) for name in shards.names if name not in read_here}
             result = plain(model, others, None, load_config, *args, **kwargs)
-        _check_loaded(result[0], load_config, held)
-        for name, experts in held.items():
-            tensors = ExpertTensors(shards, sources, name, experts, load_config.dtype, device, self.rounding)
-            first, weights = self._read(name, experts, tensors, load_config.dtype, device)
-            experts.weights_of = partial(read_before, weights, first)
+            _check_loaded(result[0], load_config, held)
+            for name, experts in held.items():
+                tensors = ExpertTensors(shards, sources, name, experts, load_config.dtype, self.rounding)
+                first, weights = self._read(name, experts, tensors, load_config.dtype, device)
+                experts.weights_of = partial(read_before, weights, first)
         return result
 
     def _find_experts(self, model: nn.Module) -> dict[str, nn.Module]:
@@ -205,9 +205,8 @@ class _Loader:
             _, H, F = layout.split_down(experts.down_proj).shape
             kind = FORMATS[self.section.frozen_experts or ("mxfp4" if tensors.in_mxfp4 else "mxfp8")]
             weights = kind(count, H, F, dtype, device, layout.has_gate)
-            for at in range(first, first + count):
-                for gemm, stack in zip(("up", "down"), layout.names, strict=True):
-                    weights.write(gemm, at - first, tensors.weight(stack, at), self.section.scaling_mode)
+            for at, stack, weight in tensors.weights(range(first, first + count)):
+                weights.write("down" if stack == DOWN else "up", at - first, weight, self.section.scaling_mode)
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise RuntimeError(f"out of memory at expert {at} of {name}: {error}") from error
         except (TypeError, ValueError) as error:  # which name the tensor

@@ -1,15 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files of a checkpoint in safetensors, whose tensors are read one by one. Errors name a tensor or a file."""
 
+import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
+
+from .reading import FileReads
+
+# As headers of safetensors call them.
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
+          "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+          "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
+          "BOOL": torch.bool}
 
 
 class _Index(BaseModel):
@@ -32,65 +41,105 @@ def check_index(path: Path) -> None:
                            f"file}}}}: {where}: {found['msg']}") from None
 
 
+class _Entry(NamedTuple):
+    """A tensor's place in a file. `dtype`: as the file's header calls it. `start`, `nbytes`: in the file."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
 class ShardReader:
-    """Files of a checkpoint. The one that was read last stays open.
+    """Tensors of a checkpoint's files, which are read onto a device. Use it in a `with` statement.
 
     Attributes:
-        file_of: a tensor's file, by the tensor's name.
+        reads: the files.
     """
 
-    def __init__(self, files: Sequence[str], folder: str | os.PathLike | None = None):
+    def __init__(self, files: Sequence[str], device: torch.device, folder: str | os.PathLike | None = None):
         """Arguments:
             folder: in which the files must lie, whatever the checkpoint's index says.
 
         Raises:
             RuntimeError: a file cannot be read or lies elsewhere, or two of them have the same tensor.
         """
-        self.file_of: dict[str, str] = {}
-        self._last: tuple[str, Any] = "", None
+        self.reads = FileReads(device)
+        self._entries: dict[str, _Entry] = {}
         for file in files:
             if folder is not None and not Path(os.path.abspath(file)).is_relative_to(os.path.abspath(folder)):
                 raise RuntimeError(f"the checkpoint names the file {file}, which lies outside of its folder {folder}: "
                                    "put it there")
             try:
-                with safe_open(file, framework="pt") as opened:
-                    names = list(opened.keys())
+                with safe_open(file, framework="pt"):  # checks the header, and that the file is whole
+                    entries = self._read_header(file)
             except (SafetensorError, OSError) as error:
                 size = f"{os.path.getsize(file)} bytes" if os.path.isfile(file) else "missing"
                 raise RuntimeError(f"the checkpoint file {file} ({size}) cannot be read: {error}. It was "
                                    "probably cut short while it was copied: copy it again") from error
-            for name in names:
-                if self.file_of.setdefault(name, file) != file:
-                    raise RuntimeError(f"{name} is in two files of the checkpoint, {self.file_of[name]} and {file}: "
+            for name, entry in entries.items():
+                if (other := self._entries.setdefault(name, entry)).file != file:
+                    raise RuntimeError(f"{name} is in two files of the checkpoint, {other.file} and {file}: "
                                        "remove the one that is left over from another save, in the index too")
 
+    def __enter__(self) -> "ShardReader":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.reads.__exit__(*error)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._entries)
+
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
-        """The tensor, or its part at `index` of the first axis, in host memory.
+        """The tensor, or its part at `index` of the first axis, on the device. Any thread may call this.
 
         Raises:
             RuntimeError: no file has it, or it cannot be read.
         """
-        if name not in self.file_of:
+        if name not in self._entries:
             raise RuntimeError(f"{name} is in no file of the checkpoint")
-        file = self.file_of[name]
+        file, dtype, shape, start, nbytes = self._entries[name]
+        if dtype not in DTYPES:
+            raise RuntimeError(f"{name} has dtype {dtype} in {file}; supported are {', '.join(DTYPES)}")
+        if index is not None:
+            if not shape or index >= shape[0]:
+                raise RuntimeError(f"{name} cannot be read from {file}: its shape is {shape}, so it has no part "
+                                   f"{index}")
+            shape, nbytes = shape[1:], nbytes // shape[0]
+            start += index * nbytes
         try:
-            if self._last[0] != file:  # which closes the one before: the pages of open files count as host memory
-                self._last = file, safe_open(file, framework="pt")
-            if index is None:
-                return self._last[1].get_tensor(name)
-            return self._last[1].get_slice(name)[index:index + 1][0]
-        except (SafetensorError, OSError, IndexError) as error:
+            return self.reads.read(file, start, nbytes).view(DTYPES[dtype]).view(shape)
+        except OSError as error:
             raise RuntimeError(f"{name} cannot be read from {file}: {error}") from error
 
-    @contextmanager
-    def slices(self, names: Iterable[str]) -> Iterator[dict[str, Any]]:
-        """Tensors that are read when somebody indexes them, as transformers does, inside the context."""
-        with ExitStack() as stack:
-            opened: dict[str, Any] = {}
-            found = {}
-            for name in names:
-                file = self.file_of[name]
-                if file not in opened:
-                    opened[file] = stack.enter_context(safe_open(file, framework="pt"))
-                found[name] = opened[file].get_slice(name)
-            yield found
+    def lazy(self, name: str) -> "LazyTensor":
+        return LazyTensor(partial(self.read, name), self._entries[name].dtype, self._entries[name].shape)
+
+    def _read_header(self, file: str) -> dict[str, _Entry]:
+        opened = self.reads.open(file)
+        size = int.from_bytes(opened.read(8), "little")
+        found = {}
+        for name, one in json.loads(opened.read(size)).items():
+            if name != "__metadata__":
+                start, end = one["data_offsets"]
+                found[name] = _Entry(file, one["dtype"], tuple(one["shape"]), 8 + size + start, end - start)
+        return found
+
+
+class LazyTensor:
+    """A tensor that is read when somebody indexes it, as transformers does with safetensors' slices."""
+
+    def __init__(self, read: Callable[[], torch.Tensor], dtype: str, shape: tuple[int, ...]):
+        self._read, self._dtype, self._shape = read, dtype, shape
+
+    def get_dtype(self) -> str:
+        return self._dtype
+
+    def get_shape(self) -> list[int]:
+        return list(self._shape)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._read()[index]

@@ -42,14 +42,19 @@ class Rounding:
         self.values = self.changed = 0
         self._signal = self._noise = 0.0
 
-    def add(self, before: torch.Tensor, after: MXTensor) -> None:
-        """Compares float32 values with what became of them. Reads from the device."""
-        difference = dequantize(after, torch.float32).sub_(before)
+    def add(self, before: torch.Tensor, after: torch.Tensor) -> None:
+        """Compares float32 values with what became of them, float32 or an MXTensor. Reads from the device."""
+        difference = (dequantize(after, torch.float32) if isinstance(after, MXTensor) else after) - before
         self.values += before.numel()
         self.changed += int(difference.count_nonzero())
         signal, noise = (torch.linalg.vector_norm(x, dtype=torch.float64) for x in (before, difference))
         self._signal += float(signal)**2
         self._noise += float(noise)**2
+
+    def include(self, other: "Rounding") -> None:
+        """Adds what another one has counted."""
+        for key, value in vars(other).items():
+            setattr(self, key, getattr(self, key) + value)
 
     @property
     def sqnr_db(self) -> float:

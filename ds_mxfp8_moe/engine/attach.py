@@ -11,8 +11,10 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from ..checkpoint.engine_checkpoints import Checkpoints
 from ..checkpoint.saving import save_whole_models
 from ..compat.private_names import say_if_missing
+from ..compute.block_fp8 import Rounding
 from ..compute.recorded import unknown_launcher
 from ..config import KEYS, SECTION, ConfigError, MXFP8MoEConfig, name_of, parse
+from ..ffn.frozen_weights import FrozenWeights
 from ..layers.experts import converted_layers
 from ..layers.frozen_experts import frozen_layers
 from ..ops.device import has_kernels
@@ -49,11 +51,7 @@ def attach(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> ConversionReport:
         report = _checked(engine, config, report)
         log_on_rank_0(report)
         if held := list(frozen_layers(engine.module).values()):
-            before, now = map(sum, zip(*(layer.experts.frozen.bytes_held() for layer in held), strict=True))
-            formats = " or ".join(sorted({layer.experts.frozen.format for layer in held}))
-            log_on_rank_0(f"mxfp8_moe: frozen experts of {len(held)} layers are held in {formats} alone, in "
-                            f"{now / 2**30:.2f} GiB on this rank instead of {before / 2**30:.2f} GiB. Checkpoints "
-                            "leave them out")
+            log_on_rank_0(f"mxfp8_moe: {_about_frozen([layer.experts.frozen for layer in held])}")
         _print_advice(about_expert_parallel(engine._config._param_dict, dist.get_world_size()))
         _print_advice(about_router_keys(engine._config._param_dict, converted_layers(engine.module)))
         _print_advice(about_keys(config, converted_layers(engine.module)))
@@ -136,6 +134,18 @@ def hint_at_speed(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
     """Prints what would make the rest of a step faster."""
     for line in about_speed(engine._config._param_dict, config, engine.module, engine.basic_optimizer):
         log_on_rank_0(f"mxfp8_moe: faster: {line}")
+
+
+def _about_frozen(held: list[FrozenWeights]) -> str:
+    rounding = Rounding()
+    for weights in held:
+        rounding.include(weights.rounding)
+    before, now = map(sum, zip(*(weights.bytes_held() for weights in held), strict=True))
+    formats = " or ".join(sorted({weights.format for weights in held}))
+    rounded = (f", rounded to an SQNR of {rounding.sqnr_db:.1f} dB (first expert of each layer)"
+               if rounding.changed else "")
+    return (f"frozen experts of {len(held)} layers are held in {formats} alone, in {now / 2**30:.2f} GiB on this rank "
+            f"instead of {before / 2**30:.2f} GiB{rounded}. Checkpoints leave them out")
 
 
 def _converted(engine: DeepSpeedEngine, config: MXFP8MoEConfig, broken: str = "") -> ConversionReport:

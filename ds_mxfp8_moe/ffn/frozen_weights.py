@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..compute import casts, mxfp4
+from ..compute.block_fp8 import Rounding
 from ..compute.mx import TILE, MXTensor
 from ..compute.mxfp4 import MXFP4Weights
 
@@ -35,6 +36,7 @@ class FrozenWeights(nn.Module):
         format: how people call the format.
         dtype: of the weights that these bytes stand for.
         sizes: E, H and F.
+        rounding: what writing changed, of the first expert.
     """
 
     format = "MXFP8"
@@ -51,6 +53,7 @@ class FrozenWeights(nn.Module):
                 buffer = torch.empty(num_experts, *size, dtype=torch.uint8, device=device)
                 self.register_buffer(f"{name}_{kind}", buffer, persistent=False)
         self._operands: dict[str, MXTensor | MXFP4Weights] = {}
+        self.rounding = Rounding()
 
     @torch.no_grad()
     def put(self, expert: int, gate_FH: torch.Tensor, down_HF: torch.Tensor, up_FH: torch.Tensor,
@@ -68,6 +71,8 @@ class FrozenWeights(nn.Module):
         """Writes the weight of one expert in one GEMM, "up" [G, H] or "down" [H, F]."""
         for buffer, part in zip(self._buffers_of(name), self._encoded(weight, scaling_mode), strict=True):
             buffer[expert].copy_(part)
+        if expert == 0:
+            self.rounding.add(_values(weight), _values(self._operand(*(one[0] for one in self._buffers_of(name)))))
 
     def operands(self) -> dict[str, MXTensor | MXFP4Weights]:
         """The weights of each GEMM as ExpertMath takes them, by its name: "up", which includes the gate, and "down".
@@ -167,10 +172,8 @@ class FrozenMXFP4Weights(FrozenWeights):
                 "tile": (-(-rows // TILE), -(-columns // TILE))}
 
     def _encoded(self, weight: Weight, scaling_mode: str) -> Sequence[torch.Tensor]:
-        if isinstance(weight, MXTensor):
-            weight = [casts.dequantize(weight, torch.float32)]
         if not isinstance(weight, MXFP4Weights):
-            weight = mxfp4.quantize(torch.cat([*weight]), self.dtype)
+            weight = mxfp4.quantize(_values(weight), self.dtype)
         return weight.buffers
 
     def _operand(self, data: torch.Tensor, scale: torch.Tensor, tile: torch.Tensor) -> MXFP4Weights:  # type: ignore[override]
@@ -179,6 +182,13 @@ class FrozenMXFP4Weights(FrozenWeights):
     @staticmethod
     def _tiles(operand: Any) -> MXTensor:
         return casts.unpack_tiles(operand)
+
+
+def _values(weight: Weight) -> torch.Tensor:
+    """Float32 [N, K]."""
+    if isinstance(weight, MXTensor):
+        return casts.dequantize(weight, torch.float32)
+    return weight.values() if isinstance(weight, MXFP4Weights) else torch.cat([*weight]).float()
 
 
 FORMATS = {"mxfp8": FrozenWeights, "mxfp4": FrozenMXFP4Weights}  # by the value of "frozen_experts"

@@ -6,10 +6,11 @@ checkpoints. Layers of the same form have the same values, so that files of 100 
 FP8 and MXFP4, only routed experts are quantized; FP8's scales are powers of two. The files go to the first of
 `--folders` that has room, with links in one folder, and are deleted as soon as the model is loaded.
 
-The load's seconds are those of `from_pretrained`, whose files the system may still hold in its cache. Its host memory
-is what this process' anonymous memory (RssAnon) grew by at most, sampled every 50 ms: pages of the files, which are
-mapped, are not in it. "Resident" (VmRSS) has these too. Without a GPU, the model is in both. A tiny model is loaded
-before the first case, so that modules and kernels are there.
+The load's seconds are those of `from_pretrained`, whose files the system may still hold in its cache. A plain read of
+the same files follows, by as many threads, into memory that is used again. The load's host memory is what this
+process's anonymous memory (RssAnon) grew by at most, sampled every 50 ms. "Resident" (VmRSS) also has what is mapped.
+Without a GPU, the model is in both. A tiny model is loaded before the first case, so that modules and kernels are
+there.
 
 The peak of the GPU's memory is over the load, the engine's start and the steps. Training is that of whole_model.py,
 with Liger where it has kernels for the model, and else with the loss in chunks.
@@ -27,6 +28,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -37,6 +39,7 @@ from deepspeed.accelerator import get_accelerator
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import ds_mxfp8_moe
+from ds_mxfp8_moe.checkpoint.reading import BUFFER_BYTES, THREADS
 from lib import run, show, trainings, world
 from lib.show import Measure, bar
 from lib.world import BF16, on_gpu
@@ -107,6 +110,21 @@ def load(case: Case, contender: str, folder: Path) -> torch.nn.Module:
     return ds_mxfp8_moe.from_pretrained(folder, engine_config(case, contender, 1), dtype=BF16, **attention)
 
 
+def read_plainly(folder: Path) -> float:
+    """The seconds that it takes to read a folder's files."""
+
+    def read(path: Path) -> None:
+        block = bytearray(BUFFER_BYTES)
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(block):
+                pass
+
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(THREADS) as threads:
+        list(threads.map(read, folder.glob("*.safetensors")))
+    return time.perf_counter() - begin
+
+
 class FromFiles(Training):
     """`loaded`: what the row says of the files and of the load."""
 
@@ -120,8 +138,11 @@ class FromFiles(Training):
                 model = load(case, contender, folder)
                 get_accelerator().synchronize()
                 self.loaded["load_s"] = time.perf_counter() - begin
-        self.loaded |= {"host_gib": host.get("RssAnon"), "resident_gib": host.get("VmRSS"), "load_gib": peak_gib()}
-        world.say(f"loaded in {self.loaded['load_s']:.0f} s")
+            read_s, gb = read_plainly(folder), self.loaded["file_gb"]
+        self.loaded |= {"load_gb_per_s": gb / self.loaded["load_s"], "read_gb_per_s": gb / read_s,
+                        "host_gib": host.get("RssAnon"), "resident_gib": host.get("VmRSS"), "load_gib": peak_gib()}
+        world.say("loaded in {load_s:.1f} s: {load_gb_per_s:.1f} GB/s, and {read_gb_per_s:.1f} of a plain read".format(
+            **self.loaded))
         super().__init__(case, contender, 1, prepared(model, case))
         self.loaded["start_gib"] = peak_gib()
 
@@ -180,10 +201,11 @@ SHOWN = show.Shown(
     [Measure("tokens per second", ALL, figure="tokens_per_s", form="{:.0f}"),
      Measure("peak memory of the GPU, GiB", ALL, figure="peak_gib", **SMALL,
              bars=(bar(125, model="GLM-4.5-Air"), bar(132, model="gpt-oss-120b"))),
-     Measure("host memory of the load beside mapped files, GiB", ALL, figure="host_gib", **SMALL,
+     Measure("host memory of the load, GiB", ALL, figure="host_gib", **SMALL,
              bars=(bar(2, model="Qwen3-30B-A3B"), )),
      Measure("load, s", ALL, figure="load_s", **SMALL)],
     [("files, GB", "file_gb", "{:.3g}"), ("largest, GB", "largest_file_gb", "{:.3g}"), ("load, s", "load_s", "{:.1f}"),
+     ("GB/s", "load_gb_per_s", "{:.1f}"), ("GB/s of a plain read", "read_gb_per_s", "{:.1f}"),
      ("host, GiB", "host_gib", "{:.2f}"), ("resident, GiB", "resident_gib", "{:.2f}"),
      ("peak, GiB", "peak_gib", "{:.2f}"), ("peak of the load", "load_gib", "{:.2f}"),
      ("peak of the start", "start_gib", "{:.2f}"), ("peak of steps", "steps_gib", "{:.2f}"),
