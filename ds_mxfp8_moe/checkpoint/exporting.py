@@ -22,6 +22,7 @@ from ..compute.merging import KeptShare, merge, merge_as_tiles, merge_update, pr
 from ..compute.mx import TILE, MXTensor
 from ..layers.adapters import unmerged_adapters, whole_low_rank
 from ..layers.experts import ExpertBlock, expert_blocks
+from ..layers.placement import experts_of
 from ..ops.log import log_on_rank_0
 from ..transport.agreement import check_same_arguments
 from ..transport.deadline import tell_peers, tell_peers_on_error
@@ -144,12 +145,12 @@ class _Merging(Gather):
     def _merged(self, layer: Any, weights: Iterable[torch.Tensor | None]) -> Iterator[torch.Tensor | None]:
         """This rank's w1, w2 and w3 of a block, one at a time."""
         adapters = _of_halves(_adapters_of(layer))
-        first, name = layer.ep_rank * layer.num_local_experts, self.names[layer]
+        name = self.names[layer]
         for role, weight in zip(("gate", "down", "up"), weights, strict=True):
             if weight is not None and role in adapters:
                 weight = self.unpartitioned(weight)
-                experts = range(first, first + layer.num_local_experts)
-                seeds = seeds_of([f"{name}.{role}.{i}" for i in experts], self.step, weight.device)
+                seeds = seeds_of([f"{name}.{role}.{i}" for i in experts_of(layer, layer.ep_rank)], self.step,
+                                 weight.device)
                 before, weight = weight, merge(weight, adapters[role], seeds)
                 self.measure(before[:1], weight[:1], adapters[role])
             yield weight
@@ -213,10 +214,9 @@ class _Experts:
             w_LNK = self._merged(role, part) if role in self.adapters else self._unmerged(role, part)
             sent += [w_LNK.qdata, w_LNK.scale_bytes] if self.fp8 else [w_LNK]
         for rank, received in enumerate(self.gather.parts(self.layer, sent)):
-            first = rank * self.layer.num_local_experts + part.start
             columns = []
             for role in self.local:
-                names = self.stack.names[role][first:first + len(received[0])]
+                names = [self.stack.names[role][number] for number in experts_of(self.layer, rank)[part]]
                 for ending, tensor in self._named(received):
                     columns.append(zip([name + ending for name in names], tensor.unbind(), strict=True))
             yield chain.from_iterable(zip(*columns, strict=True))  # no Python between one pair and the next
@@ -259,8 +259,8 @@ class _Experts:
         """The same with the adapter."""
         w_LNK: Any = self.local[role][part]
         adapter = self.adapters[role]
-        first = self.layer.ep_rank * self.layer.num_local_experts + part.start
-        seeds = seeds_of(self.stack.names[role][first:first + len(w_LNK)], self.gather.step, w_LNK.device)
+        experts = experts_of(self.layer, self.layer.ep_rank)[part]
+        seeds = seeds_of([self.stack.names[role][i] for i in experts], self.gather.step, w_LNK.device)
         adapter = LowRank(adapter.a_ERK[part], adapter.b_ENR[part])
         if self.fp8:
             return merge_as_tiles(w_LNK, adapter, seeds, self._scaling_mode)

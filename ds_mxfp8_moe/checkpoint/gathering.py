@@ -22,6 +22,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from ..layers.adapters import base_prefix, is_peft
 from ..layers.experts import ExpertBlock, expert_blocks
 from ..layers.frozen_experts import frozen_layers, frozen_of
+from ..layers.placement import experts_of, in_order
 from ..ops.log import log_on_rank_0
 from ..recognition.stacked import DOWN, SPREAD_NAMES
 from ..transport.deadline import deadline_for, ranks_of
@@ -61,9 +62,9 @@ class Gather:
         return self._placed(self.unpartitioned(value))
 
     def experts(self, layer: Any, weight: torch.Tensor) -> torch.Tensor | None:
-        """[E, ...] of all ranks' experts. None where it is not kept. `layer`: a block, or a classic layer's inner."""
+        """[E, ...] of all ranks' experts. None where it is not kept. `layer`: a block."""
         parts = [self._placed(part) for part, in self.parts(layer, [self.unpartitioned(weight).contiguous()])]
-        return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else None
+        return in_order(layer, parts) if parts else None
 
     def layer_experts(self, layer: Any, weights: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """`experts` of each of a block's weights w1, w2 and w3. None stands for one that is not wanted."""
@@ -261,10 +262,11 @@ def classic_tensors(model: torch.nn.Module, gather: Gather, wanted: Wanted) -> I
             if gather.keep:
                 yield name, tensor
             continue
-        of_ranks = gather.experts(layer, value.unsqueeze(0))
-        for rank, tensor in enumerate(of_ranks if gather.keep else ()):
-            index = rank * layer.num_local_experts + int(found["index"])
-            yield f"{found['layer']}.experts.deepspeed_experts.{index}.{found['rest']}", tensor.clone()
+        of_ranks = gather.parts(layer, [gather.unpartitioned(value)])
+        for rank, (tensor, ) in enumerate(of_ranks):
+            number = experts_of(layer, rank)[int(found["index"])]
+            name = f"{found['layer']}.experts.deepspeed_experts.{number}.{found['rest']}"
+            yield name, tensor.to("cpu" if gather.on_host else tensor.device, copy=True)
 
 
 def check_complete(state: dict, skeleton) -> None:

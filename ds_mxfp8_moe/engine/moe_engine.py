@@ -27,6 +27,7 @@ from ..transport.deadline import tell_peers_on_error
 from ..transport.peer_memory import PeerMemory
 from .flash_adamw import FlashAdamWOfConfig, flash_adamw
 from .keeping import stop_keeping, weights_change
+from .moving import at_home
 from .spreading import spread_experts
 from .state import EngineState
 
@@ -112,12 +113,13 @@ class MoEEngine(DeepSpeedEngine):
     def save_checkpoint(self, *args, **kwargs) -> Any:
         """As DeepSpeed's. It is whole or without effect, on all ranks alike."""
         plain, ours = super().save_checkpoint, self._mxfp8.checkpoints
-        return plain(*args, **kwargs) if ours is None else ours.save(plain, *args, **kwargs)
+        with at_home(self):
+            return plain(*args, **kwargs) if ours is None else ours.save(plain, *args, **kwargs)
 
     def load_checkpoint(self, *args, **kwargs) -> Any:
         """As DeepSpeed's. It is whole or without effect, on all ranks alike."""
         plain, ours = super().load_checkpoint, self._mxfp8.checkpoints
-        with weights_change(self, of_frozen=True):
+        with at_home(self), weights_change(self, of_frozen=True):
             return plain(*args, **kwargs) if ours is None else ours.load(plain, *args, **kwargs)
 
     def load_module_state_dict(self, checkpoint: dict, *args, **kwargs) -> None:

@@ -29,6 +29,7 @@ from ..compat.private_names import missing
 from ..compute.formula import LowRank
 from ..config import ConfigError
 from ..recognition.stacked import SPREAD_NAMES, Layout, is_stacked
+from .placement import own_part
 
 RANK_MULTIPLE = 8  # 16 bytes of a 16-bit dtype
 ADAPTERS = "adapters."  # how their names begin in the experts
@@ -208,7 +209,7 @@ def _factors(experts: nn.Module, wrapper: nn.Module, adapter: str, gemm: str) ->
     # PEFT's product of the factors is laid out as the parameter is, [E, out, in] or [E, in, out].
     if getattr(wrapper, "_did_swap_in_out_features", False) == layout.is_transposed:
         a_ERK, b_ENR = b_ENR.transpose(1, 2), a_ERK.transpose(1, 2)
-    a_ERK, b_ENR = (one.narrow(0, experts.first_expert, experts.num_local_experts) for one in (a_ERK, b_ENR))
+    a_ERK, b_ENR = (own_part(experts, one) for one in (a_ERK, b_ENR))
     if hasattr(a, "ds_id"):  # ZeRO-3 releases the factors after the call. Views would keep their memory until backward
         a_ERK, b_ENR = (one.clone(memory_format=torch.contiguous_format) for one in (a_ERK, b_ENR))
     if gemm == "up" and not layout.is_concatenated:

@@ -16,6 +16,7 @@ from ..compute.routing import Routes, round_robin
 from ..ffn.kept_weights import KeptWeights
 from ..recognition.recognize import ExpertsAtConversion
 from ..transport.deadline import deadline_for, tell_peers_on_error
+from .placement import Placement, placed
 from .settings import LayerSettings
 
 
@@ -28,6 +29,8 @@ class MXFP8MOELayer(MOELayer):
     mxfp8_kept: KeptWeights | None = None
     mxfp8_sums: ReferenceType | None = None  # to an optimizer of compat/zero.py
     mxfp8_samples: list | None = None  # engine/metrics.py
+    mxfp8_placement: Placement | None = None
+    mxfp8_loads: torch.Tensor | None = None  # engine/placement.py
 
     @torch.compiler.disable  # layers differ too much to share what is compiled
     def forward(self, *input: torch.Tensor, **kwargs) -> torch.Tensor:
@@ -77,6 +80,7 @@ class MXFP8MOELayer(MOELayer):
     def _compute(self, x_TH: torch.Tensor, routes: Routes) -> torch.Tensor:
         settings = self.mxfp8_settings
         ffn = settings.ffn(self, x_TH, routes, self.exp_counts)
+        routes = placed(self, routes)
         weights = self.mxfp8_weights.current()
         tensor_parallel = bwc_tensor_model_parallel_world_size(groups.mpu)
         if tensor_parallel == 1:

@@ -33,6 +33,7 @@ from ..transport.deadline import tell_peers_on_error
 from .adapters import NO_MERGE, low_rank, named_modules
 from .classic import MXFP8MOELayer
 from .frozen_experts import dtype_of, frozen_of
+from .placement import Placement, own_part, placed
 from .settings import LayerSettings
 
 
@@ -41,7 +42,7 @@ class MXFP8Experts(nn.Module):
 
     Attributes:
         ep_size, ep_rank, ep_group: of the expert-parallel group. DeepSpeed makes the group while the engine starts.
-        num_local_experts: this rank's experts. They are the ones from `first_expert` on.
+        num_local_experts: of this rank.
         layout: of the weights that transformers has in this module.
     """
 
@@ -58,6 +59,8 @@ class MXFP8Experts(nn.Module):
     mxfp8_choice: Choice | None = None  # of the block's forward that runs now
     mxfp8_unbiased: bool = False  # whether the router ignored a bias of `load_balance_coeff`
     mxfp8_padding: PaddingMask | None = None
+    mxfp8_placement: Placement | None = None
+    mxfp8_loads: torch.Tensor | None = None  # engine/placement.py
 
     @torch.compiler.disable  # the host decides sizes in it
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor,
@@ -83,7 +86,7 @@ class MXFP8Experts(nn.Module):
         ffn = self.mxfp8_settings.ffn(self, x_TH, routes, None)
         frozen = frozen_of(self)
         weights = {"gate": self.w1, "up": self.w3, "down": self.w2} if frozen is None else {}
-        y_TH = ffn(x_TH, routes, {**weights, **self.biases()}, self.low_rank(), frozen)
+        y_TH = ffn(x_TH, placed(self, routes), {**weights, **self.biases()}, self.low_rank(), frozen)
         return y_TH.reshape(hidden_states.shape)
 
     @tell_peers_on_error
@@ -100,17 +103,12 @@ class MXFP8Experts(nn.Module):
         """This module: code that reads `layer.experts` takes layers of other kinds, too."""
         return self
 
-    @property
-    def first_expert(self) -> int:
-        return self.ep_rank * self.num_local_experts
-
     def biases(self) -> dict[str, torch.Tensor]:
         """Role -> [experts of this rank, ...], of whole biases that every rank holds."""
         if not self.has_bias:
             return {}
         # ZeRO-3 releases the whole biases after the call. Views would keep their memory until backward.
-        part = [getattr(self, f"{name}_bias").narrow(0, self.first_expert, self.num_local_experts)
-                for name in self.layout.names]
+        part = [own_part(self, getattr(self, f"{name}_bias")) for name in self.layout.names]
         gate, up = self.layout.halves(part[0])
         return {"gate_bias": gate.contiguous(), "up_bias": up.contiguous(), "down_bias": part[1].clone()}
 

@@ -7,6 +7,7 @@ from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from torch import nn
 
 from ..ffn.frozen_weights import FrozenWeights
+from .placement import experts_of
 
 
 def frozen_of(experts: nn.Module) -> FrozenWeights | None:
@@ -28,6 +29,6 @@ def frozen_layers(model: nn.Module) -> dict[str, AutoEPMoELayer]:
 
 def checksums_of_frozen(model: nn.Module) -> dict[str, dict[str, int]]:
     """For each layer with FrozenWeights, a checksum of each expert on this rank, by its number in the layer."""
-    return {name: {str(layer.ep_rank * layer.num_local_experts + i): checksum
-                   for i, checksum in enumerate(frozen_of(layer.experts).checksums())}
+    return {name: {str(expert): checksum for expert, checksum in zip(
+                experts_of(layer, layer.ep_rank), frozen_of(layer.experts).checksums(), strict=True)}
             for name, layer in frozen_layers(model).items()}

@@ -105,7 +105,7 @@ def compared(form: str, section: dict, tokens: tuple, **how) -> dict[str, tuple[
     for name, value in theirs.items():
         if name not in ("output", "input", "weights"):
             dist.all_reduce(value)
-    first, count = block.experts.first_expert, block.experts.num_local_experts
+    first, count = block.ep_rank * block.num_local_experts, block.num_local_experts
     parts = layout.split(*(theirs.pop(name).narrow(0, first, count) for name in (up, down)))
     pairs = {name: (part, ours.pop(name)) for name, part in zip(("w1", "w2", "w3"), parts, strict=True)}
     for name, value in ours.items():

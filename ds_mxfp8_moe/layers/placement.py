@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rank of an expert-parallel group holds which of a layer's experts.
+
+At home, rank r holds the experts r * L, r * L + 1, ... in its slots 0, 1, ..., L - 1. engine/moving.py moves experts
+to other ranks, and engine/placement.py chooses to which. An expert keeps its slot: only its rank changes. So what
+belongs to it changes places with equal parts of other ranks' tensors, and all layouts stay.
+
+All that users see has the model's own numbers of experts: routers, recorded routes, metrics, files. The numbers that
+an exchange reads are those of slots, rank * L + slot. `placed` is the one place where these are made.
+
+Letters: E experts, R ranks, L experts of a rank (E = R * L), T tokens, K choices of a token.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..compute.routing import Routes
+from ..routing.routes import is_recomputed
+
+
+class Placement:
+    """The experts of each rank, where they are not at home. Immutable.
+
+    Attributes:
+        experts_RL: the model's numbers of the experts, by rank and slot.
+    """
+
+    def __init__(self, experts_RL: Sequence[Sequence[int]], device: torch.device):
+        """`device`: of the layer."""
+        self.experts_RL = tuple(map(tuple, experts_RL))
+        self._experts_RL = torch.tensor(self.experts_RL, device=device)
+        slots_E = self._experts_RL.flatten().argsort()
+        self._slot_of = torch.cat([slots_E, slots_E.new_full((1, ), len(slots_E))])  # the last one is of no expert
+
+    def slots_of(self, expert_TK: torch.Tensor) -> torch.Tensor:
+        """The numbers of slots of these experts. Ids outside of 0..E-1, which stand for none, stay outside."""
+        return self._slot_of[expert_TK.clamp(-1, len(self._slot_of) - 1)]
+
+    def of_rank(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        """A copy of the parts [L, ...] of a rank's experts in a tensor [E, ...], by slot."""
+        return whole.index_select(0, self._experts_RL[rank])
+
+
+def placement_of(layer: Any) -> Placement | None:
+    """None: the layer's experts are at home. `layer`: a block, its experts, or a classic layer's inner."""
+    return getattr(layer, "mxfp8_placement", None) or getattr(layer.experts, "mxfp8_placement", None)
+
+
+def experts_of(layer: Any, rank: int) -> Sequence[int]:
+    """The model's numbers of the experts that a rank of the layer's group holds, by slot. `layer`: as there."""
+    placement, L = placement_of(layer), layer.num_local_experts
+    return range(rank * L, (rank + 1) * L) if placement is None else placement.experts_RL[rank]
+
+
+def in_order(layer: Any, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[E, ...] by the model's numbers, of what each rank has of its experts, [L, ...]. `layer`: as there."""
+    if len(parts) == 1 or placement_of(layer) is None:
+        return parts[0] if len(parts) == 1 else torch.cat([*parts])
+    found = {number: one for rank, part in enumerate(parts)
+             for number, one in zip(experts_of(layer, rank), part, strict=True)}
+    return torch.stack([found[number] for number in range(len(found))])
+
+
+def own_part(experts: Any, whole: torch.Tensor) -> torch.Tensor:
+    """Of a tensor [E, ...] the parts [L, ...] of this rank's experts. A view, while they are at home.
+
+    `experts`: MXFP8Experts.
+    """
+    if (placement := experts.mxfp8_placement) is not None:
+        return placement.of_rank(whole, experts.ep_rank)
+    return whole.narrow(0, experts.ep_rank * experts.num_local_experts, experts.num_local_experts)
+
+
+def placed(layer: Any, routes: Routes) -> Routes:
+    """The routes as the layer's exchange reads them: in numbers of slots. Counts them, if the layer is watched."""
+    if layer.mxfp8_loads is not None and layer.training and not is_recomputed():
+        layer.mxfp8_loads += routes.counts_E()
+    placement = layer.mxfp8_placement
+    return routes if placement is None else replace(routes, expert_TK=placement.slots_of(routes.expert_TK))
