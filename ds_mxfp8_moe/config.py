@@ -94,6 +94,7 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
         origin="decided after the first step, by the casts that it saves and the memory that is free")
     frozen_experts: Literal["mxfp8", "mxfp4", "keep"] | None = _key(
         None, origin="chosen: mxfp4 from files in MXFP4; else mxfp8 with adapters by PEFT, keep without")
+    expert_placement: Literal["fixed", "balanced"] = _key("fixed", engine=True)
     load_balance_coeff: float | None = _key(None, gt=0, le=1, allow_inf_nan=False, engine=True)
     metrics: MetricsConfig | None = _key(None, engine=True)
     graph_attention: bool | None = _key(

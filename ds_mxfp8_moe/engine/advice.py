@@ -69,6 +69,7 @@ def about_keys(config: MXFP8MoEConfig, layers: Iterable[torch.nn.Module]) -> lis
     if layers and all(layer.ep_size == 1 for layer in layers):
         keys = ["transport"] if config.transport == "nvlink" else []
         keys += [key for key, names in READERS.items() if "nvlink" in names and getattr(config, key) is not None]
+        keys += ["expert_placement"] if config.expert_placement == "balanced" else []
         lines += [f'"{key}" has no effect: every rank holds all experts of its layers, so no tokens travel'
                   for key in keys]
     if config.recipe == "bf16":

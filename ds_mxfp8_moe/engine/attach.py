@@ -27,6 +27,7 @@ from .convert import ConversionReport, LayerReport, convert_layers
 from .flash_adamw import about_masters
 from .hooks import engine_of, engines_alive, hook_engine, model_of, remember_engine
 from .moe_engine import MoEEngine, make_moe_engine
+from .moving import layers_away, move_experts
 from .self_check import check, kinds_of, line_about, worst
 
 
@@ -44,6 +45,8 @@ def attach(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> ConversionReport:
         RuntimeError: ranks run different code, raised on every rank. Or another rank could not convert its layers.
     """
     remember_engine(engine)
+    if isinstance(engine, MoEEngine):  # DeepSpeed's own path knows no placement
+        move_experts(engine, dict.fromkeys(layers_away(engine)))
     report = _converted(engine, config)
     if config.enabled or converted_layers(engine.module):
         make_moe_engine(engine)
@@ -108,7 +111,7 @@ def convert(model_or_engine: torch.nn.Module, config: MXFP8MoEConfig | dict | st
     report = convert_layers(model_of(model_or_engine), section)
     log_on_rank_0(report)
     for key, about in KEYS.items():
-        if about["engine"] and report.converted and getattr(section, key):
+        if about["engine"] and report.converted and getattr(section, key) not in (None, False, "fixed"):
             log_on_rank_0(f'mxfp8_moe: "{key}" has no effect without an engine, which makes the steps')
     return report
 

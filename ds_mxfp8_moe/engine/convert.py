@@ -166,7 +166,7 @@ def _convert_experts(name: str, block: ExpertBlock, config: MXFP8MoEConfig, devi
                      broken: str) -> LayerReport:
     """Gives the experts of one block their settings. Those that may not run MXFP8 run in the model's dtype."""
     experts = block.experts
-    for ours in [key for key in vars(experts) if key.startswith("mxfp8_")]:
+    for ours in [key for key in vars(experts) if key.startswith("mxfp8_") and key != "mxfp8_placement"]:
         delattr(experts, ours)
     formula, frozen = stacked_formula(experts), frozen_of(experts)
     reason = broken

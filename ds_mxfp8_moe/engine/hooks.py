@@ -20,6 +20,7 @@ from .keeping import keep_quantized_weights
 from .metrics import Metrics
 from .moe_engine import MoEEngine
 from .not_finite import FirstNotFinite
+from .placement import Placing, obstacle
 
 
 def engine_of(model_or_engine: torch.nn.Module) -> DeepSpeedEngine | None:
@@ -66,15 +67,16 @@ def hook_engine(engine: MoEEngine, config: MXFP8MoEConfig, converted: int) -> No
     keep_quantized_weights(engine, config, converted)
     balance_loads(engine)
     write_metrics(engine, config)
+    place_experts(engine)
     graph_attention(engine, config, converted)
 
 
 def hook_steps(engine: MoEEngine) -> None:
     """Lets the engine work around each step of its optimizer. A second call changes nothing.
 
-    After the step, the engine moves the biases of experts and writes metrics, as the latest `balance_loads` and
-    `write_metrics` decided. After the first step it decides whether to keep quantized weights. After a skipped step it
-    looks for the first NaN.
+    After the step, the engine moves the biases of experts, writes metrics and moves experts, as the latest
+    `balance_loads`, `write_metrics` and `place_experts` decided. After the first step it decides whether to keep
+    quantized weights. After a skipped step it looks for the first NaN.
     """
     if not engine._mxfp8.steps and not say_if_missing("steps"):
         engine._mxfp8.steps = True
@@ -113,6 +115,18 @@ def balance_loads(engine: MoEEngine) -> None:
     if any(not balance.corrects(layer) for layer in layers):
         log_on_rank_0("mxfp8_moe: only checkpoints contain the biases that balance the experts' load: "
                         "transformers has no place for them in this model")
+
+
+def place_experts(engine: MoEEngine) -> None:
+    """Lets the engine move experts to other ranks after some steps, if its layers' config asks for it."""
+    if isinstance(earlier := engine._mxfp8.after_step.get("placement"), Placing):
+        earlier.close()
+    layers = [one for one in converted_layers(engine.module)
+              if one.ep_size > 1 and one.mxfp8_settings.config.expert_placement == "balanced"]
+    if layers and (why := obstacle(engine, layers)):
+        log_on_rank_0(f'mxfp8_moe: "expert_placement" has no effect: {why}')
+        layers = []
+    engine._mxfp8.put("placement", Placing(engine, layers) if layers else None)
 
 
 def write_metrics(engine: MoEEngine, config: MXFP8MoEConfig) -> None:

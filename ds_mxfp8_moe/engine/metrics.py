@@ -21,7 +21,8 @@ PREFIX = "Train/MoE"
 
 
 def load_figures(counts_E: Sequence[float], ep_size: int) -> dict[str, float]:
-    """The figures of the load. Experts lie on ranks in their order, equally many on each of `ep_size`."""
+    """The figures of the load. `counts_E`: of the experts of the first of `ep_size` ranks, of the second, and so on.
+    """
     total, E = sum(counts_E), len(counts_E)
     if not total:
         return {}
@@ -95,6 +96,8 @@ class Metrics:
             # A layer that was not called, or only by other ranks, adds nothing.
             of_layer, amax, timed = taken[0] if taken else (torch.zeros(num_experts + 7, device=self.engine.device),
                                                             torch.zeros(1, device=self.engine.device), None)
+            if name in self.layers and (placement := self.layers[name].mxfp8_placement) is not None:
+                of_layer = torch.cat([placement.by_rank(of_layer[:num_experts]), of_layer[num_experts:]])
             samples.append(of_layer)
             amaxes.append(amax)
             times.append([timed.wait_ms(), timed.exchange_ms(), 1.0] if timed else [0.0, 0.0, 0.0])

@@ -46,21 +46,26 @@ def move_experts(engine: DeepSpeedEngine, wanted: Mapping[Any, Placement | None]
             layer.mxfp8_placement = placement
 
 
+def layers_away(engine: DeepSpeedEngine) -> list:
+    """The layers whose experts are not all at home."""
+    return [layer for layer in converted_layers(engine.module) if layer.mxfp8_placement is not None]
+
+
 @contextmanager
 def at_home(engine: DeepSpeedEngine) -> Iterator[None]:
     """Inside the context, experts are at home, if they are parameters, as checkpoints of DeepSpeed have them.
 
-    After an error that not all ranks have they stay there.
+    They stay there after an error that not all ranks have, and while another process still writes their weights.
     """
-    away = {layer: layer.mxfp8_placement for layer in converted_layers(engine.module)
-            if layer.mxfp8_placement is not None and frozen_of(layer.experts) is None}
+    away = {layer: layer.mxfp8_placement for layer in layers_away(engine) if frozen_of(layer.experts) is None}
     move_experts(engine, dict.fromkeys(away))
     try:
         yield
     except CheckpointError:
         move_experts(engine, away)
         raise
-    move_experts(engine, away)
+    if not getattr(engine.checkpoint_engine, "is_decoupled", bool)():
+        move_experts(engine, away)
 
 
 def _exchange(engine: DeepSpeedEngine, layer: MXFP8Experts | MXFP8MOELayer, now: Sequence[Sequence[int]],

@@ -6,9 +6,114 @@ those of others, one pair after the other, and begins with the placement that is
 balance, within 0.1 % over zipf, lognormal and clustered loads of 64 to 256 experts, and moves three times as many.
 """
 
+import time
 from collections.abc import Sequence
+from statistics import mean
 
+import deepspeed.comm as dist
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import groups
+
+from ..compat import optimizer_parts
+from ..layers.classic import MXFP8MOELayer
+from ..layers.experts import MXFP8Experts
+from ..layers.placement import Placement, experts_of
+from ..ops.log import log_on_rank_0
+from ..transport.deadline import deadline_for
+from .moving import move_experts
+
+WINDOW = 4  # steps whose loads decide
+EVERY = 100  # steps from one decision to the next. The first one ends the first window
+SMALLEST_GAIN = 0.05  # of the fullest rank's load. A smaller one does not pay for the move before the next decision
 SMALLEST_SWAP = 0.01  # of a rank's mean load, by which a swap of two experts has to lower the highest one
+
+
+def obstacle(engine: DeepSpeedEngine, layers: Sequence[MXFP8Experts | MXFP8MOELayer]) -> str | None:
+    """Why experts of these layers cannot be moved. None: they can."""
+    if not engine._mxfp8.steps or not hasattr(engine.optimizer, "step"):
+        return "the engine makes no steps of which it knows"
+    if engine.zenflow:
+        return "ZenFlow changes weights between the optimizer's steps"
+    trained = any(is_moe_param(p) and p.requires_grad for layer in layers for p in layer.experts.parameters())
+    return optimizer_parts.obstacle(engine.optimizer) if trained else None
+
+
+class Placing:
+    """Moves experts of an engine's layers after some of its steps.
+
+    The loads of a window of steps are counted on the device. The host waits for them once, at the window's end.
+
+    Args:
+        layers: whose experts are spread over several ranks.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, layers: Sequence[MXFP8Experts | MXFP8MOELayer]):
+        self.engine, self.layers, self.steps = engine, layers, 0
+        self._count()
+
+    def close(self) -> None:
+        """Ends the counts."""
+        for layer in self.layers:
+            layer.mxfp8_loads = None
+
+    def after_step(self) -> None:
+        """Moves experts, if a window ends with this step and the move pays. Collective over all ranks then."""
+        self.steps += 1
+        if self._left == 0:
+            self._place(self._loads_of_all())
+        self._count()
+
+    @property
+    def _left(self) -> int:
+        """Steps until the next decision."""
+        return (WINDOW - self.steps) % EVERY
+
+    def _count(self) -> None:
+        """Begins or ends a window."""
+        counts = (self._left or EVERY) <= WINDOW
+        for layer in self.layers:
+            if not counts:
+                layer.mxfp8_loads = None
+            elif layer.mxfp8_loads is None:
+                layer.mxfp8_loads = torch.zeros(layer.ep_size * layer.num_local_experts, dtype=torch.int64,
+                                                device=layer.mxfp8_settings.device)
+
+    def _loads_of_all(self) -> list[list[int]]:
+        """The loads of each layer's experts, by their numbers, up to a factor. The same on all ranks that have them.
+        """
+        loads = torch.cat([layer.mxfp8_loads for layer in self.layers])
+        for layer in {layer.ep_size: layer for layer in self.layers}.values():
+            # Over the ranks of the group, then over those that have copies of the same experts.
+            for group in (layer.ep_group, groups._get_expert_data_parallel_group(f"ep_size_{layer.ep_size}")):
+                with deadline_for(group, loads.device, "the sum of the experts' loads"):
+                    dist.all_reduce(loads, group=group)
+        self.close()
+        return [part.tolist() for part in loads.cpu().split([
+            layer.ep_size * layer.num_local_experts for layer in self.layers])]
+
+    def _place(self, loads: list[list[int]]) -> None:
+        wanted, before, after, moved = {}, [], [], 0
+        for layer, loads_E in zip(self.layers, loads, strict=True):
+            now = [experts_of(layer, rank) for rank in range(layer.ep_size)]
+            found, of_a_rank = balanced(loads_E, now), max(sum(loads_E), 1) / layer.ep_size
+            fullest, lower = max(rank_loads(loads_E, now)), max(rank_loads(loads_E, found))
+            if fullest - lower > SMALLEST_GAIN * fullest:
+                wanted[layer] = Placement(found, layer.mxfp8_settings.device)
+                before.append(fullest / of_a_rank)
+                after.append(lower / of_a_rank)
+                moved += sum(a != b for rows in zip(now, found, strict=True) for a, b in zip(*rows, strict=True))
+        if not wanted:
+            return
+        start = time.monotonic()
+        move_experts(self.engine, wanted)
+        get_accelerator().synchronize()
+        seconds = time.monotonic() - start
+        log_on_rank_0(f"mxfp8_moe: {moved} experts of {len(wanted)} layers moved to other ranks in {seconds:.2f} s. "
+                      f"In the last {WINDOW} steps, the fullest rank of these layers had {mean(before):.2f} times the "
+                      f"mean load, on average. With the new placement it would have had {mean(after):.2f} times")
 
 
 def balanced(loads_E: Sequence[float], experts_RL: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -12,7 +12,7 @@ class AfterStep(Protocol):
         """Called on every rank, when the weights are the step's."""
 
 
-ORDER = ("first step", "kept weights", "balance", "metrics", "graphs", "first NaN")  # in which they act
+ORDER = ("first step", "kept weights", "balance", "metrics", "placement", "graphs", "first NaN")  # in which they act
 
 
 @dataclass

@@ -39,6 +39,10 @@ class Placement:
         """The numbers of slots of these experts. Ids outside of 0..E-1, which stand for none, stay outside."""
         return self._slot_of[expert_TK.clamp(-1, len(self._slot_of) - 1)]
 
+    def by_rank(self, whole: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor [E, ...] in the order of slots."""
+        return whole.index_select(0, self._experts_RL.flatten())
+
     def of_rank(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
         """A copy of the parts [L, ...] of a rank's experts in a tensor [E, ...], by slot."""
         return whole.index_select(0, self._experts_RL[rank])

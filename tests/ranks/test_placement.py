@@ -1,18 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts that move between ranks while a model trains. All that users see is as if they had not moved."""
 
+import contextlib
+import io
 import json
+import os
+import signal
 from collections.abc import Callable
 from functools import partial
+from statistics import mean
+from unittest import mock
 
+import deepspeed.comm as dist
 import pytest
 import torch
 
 import ds_mxfp8_moe
+from ds_mxfp8_moe.engine import moving, placement
+from ds_mxfp8_moe.engine.placement import rank_loads
+from ds_mxfp8_moe.layers.experts import converted_layers
+from ds_mxfp8_moe.layers.placement import experts_of, placement_of
+from ds_mxfp8_moe.transport import deadline
 from tests.support import models
 from tests.support.adapted_models import adapted, build
-from tests.support.autoep_models import engine, train_engine
+from tests.support.autoep_models import autoep_layers, engine, gate_weight, train_engine
+from tests.support.metrics_cases import monitor, written
 from tests.support.placement_cases import move
+from tests.support.rank_pool import RankFailure
 
 MXFP8 = {"enabled": True}
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}}
@@ -138,3 +152,152 @@ def test_checkpoints_do_not_show_placements(ranks2, tmp_path, saves, args):
         models.assert_same_bits(state, loaded)
     listed = [json.loads((tmp_path / name / "t" / "manifest.json").read_text()) for name in ("moved", "fixed")]
     assert listed[0] == listed[1] or args == (3, )  # in ZeRO-3, the pickles of equal tensors differ
+
+
+def killed(folder: str) -> None:
+    """Rank 1 dies between two layers of a move."""
+    net = engine(MXFP8, 1, **ADAM)
+    two_steps(net, 0)
+    net.save_checkpoint(folder, tag="a")
+    plain, layers = moving._values, []
+
+    def values(*args):
+        layers.append(args)
+        if dist.get_rank() == 1 and len(layers) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(*args)
+
+    with mock.patch.object(moving, "_values", values), mock.patch.object(deadline, "GRACE_SECONDS", 0.3):
+        move(net, 1)
+
+
+def after_a_death(folder: str) -> bool:
+    net, fixed = engine(MXFP8, 1, model_changes={"initializer_range": 0.5}, **ADAM), engine(MXFP8, 1, **ADAM)
+    net.load_checkpoint(folder)
+    two_steps(fixed, 0)
+    return two_steps(net, 2) == two_steps(fixed, 2)
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_in_a_move_leaves_the_checkpoint_whole(ranks2, tmp_path):
+    with pytest.raises(RankFailure) as caught:
+        ranks2.run(killed, str(tmp_path))
+    assert "the move of experts of model.layers.1.mlp" in caught.value.errors[0]
+    assert "PeerError" in caught.value.errors[0] and "ended" in caught.value.errors[1]
+    assert ranks2.run(after_a_death, str(tmp_path)) == [True, True]
+
+
+# ---------------------------------------------------------------- what users see
+
+
+def seen(folder: str, moves: bool) -> tuple:
+    """The routes of two forwards, recorded and replayed, and the loads of each layer by rank."""
+    net = engine({**MXFP8, "metrics": {"every": 1}, "load_balance_coeff": 0.01}, 1, **ADAM, **monitor(folder))
+    if moves:
+        move(net, 1)
+    with ds_mxfp8_moe.record_routes(net) as routes:
+        losses = two_steps(net, 0)
+    with ds_mxfp8_moe.replay_routes(net, [*routes]):
+        losses += two_steps(net, 0)
+    biases = [layer.expert_bias.clone() for layer in converted_layers(net.module)]
+    loads = []
+    for i, layer in enumerate(converted_layers(net.module)):
+        counts_E = routes[1][..., i, :].flatten().long().bincount(minlength=8)
+        dist.all_reduce(counts_E)
+        loads.append([float(counts_E[[*experts_of(layer, rank)]].sum()) for rank in range(2)])
+    return losses, [*routes], biases, loads
+
+
+def test_routes_biases_and_metrics_have_the_models_numbers(ranks2, tmp_path):
+    figures = {}
+    for moves in (True, False):
+        results = ranks2.run(seen, str(tmp_path / str(moves)), moves)
+        found = written(tmp_path / str(moves))
+        for i, loads in enumerate(results[0][3]):
+            rank_most = found.pop(f"model.layers.{i}.mlp_rank_most")[1][1]
+            assert rank_most == pytest.approx(max(loads) / sum(loads) * 2)
+        figures[moves] = {name: value for name, value in found.items() if not name.endswith(("_ms", "_ms_most"))}
+        if moves:
+            moved = results
+    assert figures[True] == figures[False] and len(figures[True]) == 16
+    for (losses, routes, biases, loads), (own_losses, own_routes, own_biases, own_loads) in zip(
+            moved, results, strict=True):
+        assert losses == own_losses and loads != own_loads
+        assert all(map(torch.equal, routes + biases, own_routes + own_biases)) and all(map(torch.any, biases))
+
+
+# ---------------------------------------------------------------- the key
+
+
+def prefer_rank_0(net) -> None:
+    """Most tokens choose experts of rank 0."""
+    for block in autoep_layers(net.module):
+        with torch.no_grad():
+            gate_weight(block)[:4] *= 30
+
+
+def by_the_key(kind: str, ep_size: int, stage: int) -> tuple:
+    """Losses; the placements after each step; the fullest rank's share of the loads, by layer and step."""
+    section = {**MXFP8, "expert_placement": kind}
+    net = engine(section, stage, ep_size=ep_size, optimizer={"type": "SGD", "params": {"lr": 1e-3}})
+    prefer_rank_0(net)
+    losses, placements, counted, shares = [], [], [], []
+    layers = converted_layers(net.module)
+    with mock.patch.multiple(placement, WINDOW=2, EVERY=4):
+        for step in range(7):
+            with ds_mxfp8_moe.record_routes(net) as routes:
+                losses += train_engine(net, range(step, step + 1))
+            counted.append(layers[0].mxfp8_loads is not None)
+            placements.append([placement_of(layer) and placement_of(layer).experts_RL for layer in layers])
+            for i, layer in enumerate(layers):
+                counts_E = routes[0][..., i, :].flatten().long().bincount(minlength=8)
+                dist.all_reduce(counts_E)
+                loads = rank_loads(counts_E.tolist(), [experts_of(layer, rank) for rank in range(ep_size)])
+                shares.append(max(loads) / sum(loads))
+    return losses, placements, counted, shares
+
+
+@pytest.mark.parametrize("ranks, ep_size, stage", [("ranks2", 2, 1), ("ranks4", 2, 2)])
+def test_balanced_placement_follows_the_loads(request, ranks, ep_size, stage):
+    ranks = request.getfixturevalue(ranks)
+    fixed = ranks.run(by_the_key, "fixed", ep_size, stage)
+    found = ranks.run(by_the_key, "balanced", ep_size, stage)
+    for (losses, placements, counted, shares), (own_losses, none, never, own_shares) in zip(found, fixed, strict=True):
+        assert losses == own_losses
+        assert placements == found[0][1] and placements[0] == [None, None] and None not in placements[1]
+        assert placements[1] == placements[4] and none == [[None, None]] * 7
+        assert counted == [True, False, False, True, True, False, False] and not any(never)
+        assert shares[:2] == own_shares[:2] and mean(own_shares[4:]) > 0.75 and mean(shares[4:]) < 0.57
+
+
+def without_effect(stage: int, section: dict, **changes) -> tuple:
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        net = engine({**MXFP8, "expert_placement": "balanced", **section}, stage, **changes)
+        train_engine(net, range(5))
+    return "placement" in net._mxfp8.after_step, [line for line in said.getvalue().splitlines() if "placement" in line]
+
+
+@pytest.mark.parametrize("stage, changes, reason", [
+    (0, BF16, "the masters of FP16_UnfusedOptimizer are not moved: use ZeRO"),
+    (1, {"ep_size": 1}, "every rank holds all experts of its layers, so no tokens travel")], ids=str)
+def test_a_line_says_where_placement_has_no_effect(ranks2, stage, changes, reason):
+    (places, (line, )), (also, _) = ranks2.run(without_effect, stage, {}, **changes)
+    assert not places and not also and line.endswith(f'"expert_placement" has no effect: {reason}')
+
+
+def switched_off() -> tuple[list[dict], list[dict]]:
+    """Losses of a classic layer that is converted back, by DeepSpeed's own path, with experts moved before and not."""
+    layout, losses = models.Layout(zero=1, config=ADAM), []
+    for moves in (True, False):
+        net = models.make_engine(layout, MXFP8)
+        models.train_steps(net, layout)
+        if moves:
+            move(net, 1)
+        ds_mxfp8_moe.convert(net, {"enabled": False})
+        losses.append(models.train_steps(net, layout, 2))
+    return losses
+
+
+def test_deepspeeds_own_path_gets_experts_at_home(ranks2):
+    for moved, fixed in ranks2.run(switched_off):
+        assert moved == fixed

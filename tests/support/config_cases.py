@@ -22,6 +22,7 @@ ALL_KEYS = {
     "min_tokens_per_expert": 256,
     "include": [r"h\.\d+\.moe"],
     "exclude": [".*3.*"],
+    "expert_placement": "balanced",
     "load_balance_coeff": 0.001,
     "metrics": {"every": 100},
     "graph_attention": True,
