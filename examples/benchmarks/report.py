@@ -150,6 +150,7 @@ def texts() -> dict[Path, str]:
     studies = {path.stem: convergence.SHOWN.prepared(study) for path, study in pages[convergence]}
     answer = f"{compact(convergence_results.answer(studies[STUDY]))}\n\n{origin_of(STUDY)}"
     guide = replaced(MEMORY.read_text(), "memory", compact(memory.memory_text(runs)))
+    guide = replaced(guide, "bytes", compact(memory.bytes_text()))
     if OF_OPTIMIZERS in studies:
         losses = compact(convergence_results.of_optimizers(studies[OF_OPTIMIZERS]))
         guide = replaced(guide, "loss", f"{losses}\n\n{origin_of(OF_OPTIMIZERS)}")

@@ -11,7 +11,9 @@ from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DIC
 import ds_mxfp8_moe
 from ds_mxfp8_moe.checkpoint.flash_states import in_full
 from tests.support.autoep_models import batch, ds_config, model, train_engine
+from tests.support.held_bytes import bytes_of_a_parameter
 from tests.support.spread_checkpoints_cases import to_universal
+from training import memory
 
 FLASH = {"type": "FlashAdamW", "params": {"lr": 1e-3}}
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
@@ -20,11 +22,12 @@ BF16_MASTERS = {**BF16, "bf16_master_weights_and_grads": True, "bf16_optimizer_s
 SIZES = {"hidden_size": 512, "moe_intermediate_size": 512}
 
 
-def started(stage: int, optimizer: dict, bf16: dict, world: int, universal: bool = False, **sizes):
+def started(stage: int, optimizer: dict, bf16: dict, world: int, universal: bool = False, accumulation: int = 1,
+            **sizes):
     section = {"enabled": True, "recipe": "bf16", "graph_attention": False}
     zero = {"reduce_bucket_size": 10000}
     config = ds_config(section, stage, world, optimizer=optimizer, bf16=bf16, zero_optimization=zero,
-                       checkpoint={"load_universal": universal})
+                       checkpoint={"load_universal": universal}, gradient_accumulation_steps=accumulation)
     del config["zero_allow_untested_optimizer"]
     return ds_mxfp8_moe.initialize(model=model(dtype=torch.bfloat16, use_cache=False, **sizes), config=config)[0]
 
@@ -106,6 +109,25 @@ def test_a_universal_checkpoint_keeps_masters_and_moments(gpu_ranks, tmp_path, s
                                             strict=True):
         assert has_correction(masters)
         assert last == pytest.approx(losses[4:], rel=1e-2)
+
+
+PRECISIONS = dict(zip(memory.PRECISIONS, OPTIMIZERS.values(), strict=True))
+
+
+def measured(stage: int, precision: str) -> tuple[float, float]:
+    def engine(**sizes):
+        return started(stage, *PRECISIONS[precision], torch.distributed.get_world_size(), accumulation=2,
+                       **{**SIZES, **sizes})
+
+    return bytes_of_a_parameter(engine, {"moe_intermediate_size": 1024}, {"vocab_size": 2**14})
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_bytes_of_a_parameter(gpu_ranks, precision, stage):
+    expert, each, spread = memory.bytes_of(precision, stage)
+    for found in gpu_ranks.run(measured, stage, precision, seconds=120):
+        assert found == pytest.approx((expert, each + spread / gpu_ranks.world_size), abs=0.3)
 
 
 def held(optimizer: dict, bf16: dict) -> float:

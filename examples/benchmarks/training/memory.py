@@ -14,9 +14,13 @@ from .whole_model_results import AUTOEP, DEFAULT, FULL, LORA, MODELS, PLAIN, exp
 
 # Bytes of a parameter on its rank: the weight and its gradient in bf16, and what ZeRO-1 spreads over the ranks that
 # hold the same parameter: the master and Adam's two moments. Moments of flashoptim have 8 bits, and a scale of 2 bytes
-# for each 32 of them. Masters in bf16 are the weights, with 8 bits of correction. Adapters have few parameters.
-HELD, SPREAD = {FULL: 4, LORA: 2}, {None: 4 + 8, changes.FLASH: 4 + 2 * (1 + 2 / 32),
-                                    changes.FLASH_BF16: 1 + 2 * (1 + 2 / 32)}
+# for each 32 of them. Masters in bf16 are the weights, with 8 or 16 bits of correction. Adapters have few parameters.
+IN_8_BITS = 2 * (1 + 2 / 32)
+HELD, SPREAD = {FULL: 4, LORA: 2}, {None: 4 + 8, changes.FLASH: 4 + IN_8_BITS, changes.FLASH_BF16: 1 + IN_8_BITS}
+# What the guide calls them -> these bytes, and those of masters that are no tensors of their own in ZeRO-1 and 2.
+PRECISIONS = {"AdamW": (SPREAD[None], 0), "`FlashAdamW`": (SPREAD[changes.FLASH], 0),
+              "`FlashAdamW`, masters in bf16": (SPREAD[changes.FLASH_BF16], 2),
+              "the same, `\"master_weight_bits\": 32`": (2 + IN_8_BITS, 2)}
 FROZEN_EXPERTS = 1  # with LoRA, in MXFP8 alone
 GPUS = {"80 GiB": 80, "141 GB": 131}  # of memory, as sold, and in GiB
 USABLE = 0.95
@@ -45,6 +49,32 @@ def state_bytes(model: str, training: str, ranks: int, sharing: int, optimizer: 
     spread = SPREAD[optimizer] if training == FULL else 0
     of_expert = HELD[FULL] + spread if training == FULL else FROZEN_EXPERTS
     return experts / ranks * of_expert + others * (HELD[training] + spread / sharing)
+
+
+def bytes_of(precision: str, stage: int) -> tuple[float, float, float]:
+    """Bytes of a parameter in full finetuning: of an expert that one rank has; of all others, on each rank, and to be
+    spread over the ranks. tests/support/held_bytes.py measures them."""
+    spread, in_weights = PRECISIONS[precision]
+    whole, gradient = HELD[FULL] + spread, 2
+    if stage == 3:
+        return whole + in_weights, 0, whole + in_weights
+    return (whole, HELD[FULL], spread) if stage == 1 else (whole, HELD[FULL] - gradient, gradient + spread)
+
+
+def bytes_text() -> str:
+    """The table of bytes_of."""
+
+    def rounded(count: float) -> str:
+        return f"{count:.1f}".removesuffix(".0")
+
+    lines = []
+    for precision in PRECISIONS:
+        expert, *others = zip(*(bytes_of(precision, stage) for stage in (1, 2, 3)), strict=True)
+        lines.append([precision, rounded(expert[0]), rounded(expert[2]),
+                      *(" + ".join([rounded(each)] * bool(each) + [f"{rounded(spread)} / N"])
+                        for each, spread in zip(*others, strict=True))])
+    return show.markdown(lines, ["full finetuning with", "expert, ZeRO-1 and 2", "expert, ZeRO-3",
+                                 *(f"others, ZeRO-{stage}" for stage in (1, 2, 3))])
 
 
 def gpus_needed(model: str, training: str, rest: float, gib: float, optimizer: str | None = None) -> int | None:
