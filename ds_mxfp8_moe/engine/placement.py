@@ -63,8 +63,14 @@ class Placing:
         """Moves experts, if a window ends with this step and the move pays. Collective over all ranks then."""
         self.steps += 1
         if self._left == 0:
-            self._place(self._loads_of_all())
+            self.decide()
         self._count()
+
+    def decide(self) -> None:
+        """Moves experts by the loads of the window so far, if it pays. Ends the window. Collective over all ranks."""
+        if self.layers[0].mxfp8_loads is not None:
+            self._place(self._loads_of_all())
+            self.close()
 
     @property
     def _left(self) -> int:
@@ -90,7 +96,6 @@ class Placing:
             for group in (layer.ep_group, groups._get_expert_data_parallel_group(f"ep_size_{layer.ep_size}")):
                 with deadline_for(group, loads.device, "the sum of the experts' loads"):
                     dist.all_reduce(loads, group=group)
-        self.close()
         return [part.tolist() for part in loads.cpu().split([
             layer.ep_size * layer.num_local_experts for layer in self.layers])]
 

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from statistics import mean
 from unittest import mock
@@ -25,37 +26,13 @@ from tests.support import models
 from tests.support.adapted_models import adapted, build
 from tests.support.autoep_models import autoep_layers, engine, gate_weight, train_engine
 from tests.support.metrics_cases import monitor, written
-from tests.support.placement_cases import move
+from tests.support.placement_cases import assert_alike, exported, move
 from tests.support.rank_pool import RankFailure
+from tests.support.slow import slow_except
 
 MXFP8 = {"enabled": True}
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}}
 BF16 = {"bf16": {"enabled": True}}
-
-
-def exported(net) -> dict[str, torch.Tensor]:
-    return {f"exported {name}": tensor.clone() for name, tensor in ds_mxfp8_moe.export_weights(net)}
-
-
-def found(make: Callable, train: Callable, moves: bool) -> tuple[list, dict]:
-    """What two steps after each move show, and the weights and optimizer states at the end, when experts are home."""
-    net = make()
-    records = train(net, 0)
-    for i, seed in enumerate((1, 2), 1):
-        if moves:
-            move(net, seed)
-        records += train(net, 2 * i)
-    state = exported(net)
-    if moves:
-        move(net, None)
-    return records, state | models.state(net)
-
-
-def assert_alike(make: Callable, train: Callable) -> list:
-    (records, state), (fixed_records, fixed_state) = (found(make, train, moves) for moves in (True, False))
-    assert records == fixed_records
-    models.assert_same_bits(state, fixed_state)
-    return records
 
 
 def two_steps(net, first: int) -> list[float]:
@@ -268,6 +245,27 @@ def test_balanced_placement_follows_the_loads(request, ranks, ep_size, stage):
         assert placements[1] == placements[4] and none == [[None, None]] * 7
         assert counted == [True, False, False, True, True, False, False] and not any(never)
         assert shares[:2] == own_shares[:2] and mean(own_shares[4:]) > 0.75 and mean(shares[4:]) < 0.57
+
+
+def of_layouts(layout: models.Layout, kind: str) -> tuple:
+    with mock.patch.multiple(placement, WINDOW=2, EVERY=4, SMALLEST_GAIN=0, SMALLEST_SWAP=0):
+        net = models.make_engine(layout, {**MXFP8, "expert_placement": kind})
+        records = models.train_steps(net, layout)
+    return [record["loss"] for record in records], [
+        placement_of(layer) and placement_of(layer).experts_RL for layer in converted_layers(net.module)]
+
+
+@pytest.mark.parametrize("how", slow_except(["stages", "sizes", "tensors", "more tensors"], "stages"))
+def test_stages_groups_and_tensor_parallel_ranks_agree(ranks4, how):
+    """On where experts go, and on losses: classic layers with any loads, which some placement improves."""
+    layout = replace(models.Layout(zero=1, steps=4), **{
+        "stages": {"stages": 2}, "sizes": {"ep_size": (2, 4)}, "tensors": {"tensor_parallel": 2},
+        "more tensors": {"tensor_parallel": 2, "ep_size": 4, "zero": 2}}[how])
+    fixed, found = ranks4.run(of_layouts, layout, "fixed"), ranks4.run(of_layouts, layout, "balanced")
+    assert [losses for losses, _ in found] == [losses for losses, _ in fixed]
+    for i in range(2 if layout.stages > 1 else 1):
+        of_stage = [placements for _, placements in found[2 * i:2 * i + 2 if layout.stages > 1 else None]]
+        assert any(of_stage[0]) and all(placements == of_stage[0] for placements in of_stage)
 
 
 def without_effect(stage: int, section: dict, **changes) -> tuple:

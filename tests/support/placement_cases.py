@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placements of experts that tests move to."""
+"""Placements of experts that tests move to, and what must be the same with them."""
 
 import random
+from collections.abc import Callable
 
 import torch
 
+import ds_mxfp8_moe
 from ds_mxfp8_moe.engine.moving import move_experts
 from ds_mxfp8_moe.layers.experts import converted_layers
 from ds_mxfp8_moe.layers.placement import Placement
+from tests.support import models
 
 
 def shuffled(num_ranks: int, num_local_experts: int, seed: int) -> list[list[int]]:
@@ -25,3 +28,28 @@ def move(engine, seed: int | None) -> None:
         experts_RL = shuffled(layer.ep_size, layer.num_local_experts, seed + i) if seed is not None else None
         wanted[layer] = experts_RL and Placement(experts_RL, torch.device(engine.device))
     move_experts(engine, wanted)
+
+
+def exported(net) -> dict[str, torch.Tensor]:
+    return {f"exported {name}": tensor.clone() for name, tensor in ds_mxfp8_moe.export_weights(net)}
+
+
+def found(make: Callable, train: Callable, moves: bool) -> tuple[list, dict]:
+    """What two steps after each move show, and the weights and optimizer states at the end, when experts are home."""
+    net = make()
+    records = train(net, 0)
+    for i, seed in enumerate((1, 2), 1):
+        if moves:
+            move(net, seed)
+        records += train(net, 2 * i)
+    state = exported(net)
+    if moves:
+        move(net, None)
+    return records, state | models.state(net)
+
+
+def assert_alike(make: Callable, train: Callable) -> list:
+    (records, state), (fixed_records, fixed_state) = (found(make, train, moves) for moves in (True, False))
+    assert records == fixed_records
+    models.assert_same_bits(state, fixed_state)
+    return records

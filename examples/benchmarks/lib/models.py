@@ -299,7 +299,7 @@ class EvenGate(TopKGate):
                 weight_TK.t(), self.counts_E)
 
 
-UNEVEN = {f"fullest rank {times}x": times for times in (1.5, 3, 5)}  # times the mean
+UNEVEN = {f"fullest rank {times}x": times for times in (1.5, 2, 3, 5)}  # times the mean
 
 
 def route(engine: nn.Module, size: Size, routing: str) -> None:

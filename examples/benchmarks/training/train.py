@@ -8,6 +8,9 @@ experts. Each trains with even routing first, which every router is made to give
 with one micro-batch in a step and with gradients accumulated over several. The losses, and the first step's gradient
 norm, are the check. A model has as many layers as `Size.bytes_of` says fit.
 
+With "expert_placement": "balanced", experts move as each case's warm-up ends. move_ms is the time of a move of a
+quarter of all experts with their states, in which all ranks send at once.
+
 One contender at a time is in memory. Rows are added to what the result file has, so that a run of ten minutes goes on
 where the last one ended.
 
@@ -30,6 +33,11 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from ds_mxfp8_moe.engine.hooks import place_experts
+from ds_mxfp8_moe.engine.moe_engine import MoEEngine
+from ds_mxfp8_moe.engine.moving import move_experts
+from ds_mxfp8_moe.layers.experts import converted_layers
+from ds_mxfp8_moe.layers.placement import Placement, experts_of
 from exchange.moe_layer import RECIPES
 from lib import models, results_file, run, show, world
 from lib.show import Measure, bar
@@ -40,6 +48,7 @@ from lib.world import on_gpu
 AUTOEP, CLASSIC, OURS_BF16 = "AutoEP bf16", "classic bf16", "ours, bf16"
 HP, MXFP8 = "ours, mxfp8_wgrad_with_hp", "ours, mxfp8"
 HP_CLASSIC = "ours, mxfp8_wgrad_with_hp, classic"
+BALANCED = "ours, mxfp8_wgrad_with_hp, balanced placement"
 WARM_UP = 4  # micro-batches
 ROUTINGS = ("even", "router")
 PHASES = ("forward", "backward", "optimizer")  # of a step
@@ -87,6 +96,8 @@ CONTENDERS: dict[str, Callable[..., nn.Module]] = {  # what matters most comes f
     OURS_BF16: partial(models.engine_of, classic=False, section=RECIPES["bf16"]),
     CLASSIC: partial(models.engine_of, classic=True, section=None),  # may need more memory than there is
     HP_CLASSIC: partial(models.engine_of, classic=True, section=RECIPES["mxfp8_wgrad_with_hp"]),
+    BALANCED: partial(models.engine_of, classic=False,
+                      section={**RECIPES["mxfp8_wgrad_with_hp"], "expert_placement": "balanced"}),
 }
 
 
@@ -147,10 +158,15 @@ def measure(training: Training, case: Case, before: int) -> dict:
     in each step, the peak is the largest, beyond `before`: bytes allocated when there was no engine."""
     engine, accelerator = training.engine, get_accelerator()
     accelerator.reset_peak_memory_stats()
-    first = len(training.losses)
+    first, placing = len(training.losses), None
+    if isinstance(engine, MoEEngine):
+        place_experts(engine)  # begins a window of this case's routing
+        placing = engine._mxfp8.after_step.get("placement")
     for _ in range(math.ceil(WARM_UP / case.accumulation)):
         training.step()
         training.noted()
+    if placing is not None:
+        placing.decide()
     samples = world.largest(torch.tensor([training.timed() for _ in range(case.steps)], dtype=torch.float64))
     *phases, step, host = (spread_ms(column) for column in samples.T)
     staging = models.staging_bytes(models.moe_layers(engine)[0])
@@ -161,9 +177,29 @@ def measure(training: Training, case: Case, before: int) -> dict:
             "tokens_per_s": round(case.shape.tokens * case.accumulation * case.ranks / step["median_ms"] * 1e3),
             **({"peak_bytes": int(world.largest(torch.tensor([peak])).item()), "staging_bytes": staging}
                if on_gpu() else {}),
-            **models.experts_in(engine, case.tokens_per_expert),
+            **models.experts_in(engine, case.tokens_per_expert), **(moved(engine) if placing is not None else {}),
             "losses": [round(loss, 5) for loss in losses],
             "gradient_norm": round(training.norms[first], 6), "correct": all(map(math.isfinite, losses))}
+
+
+def moved(engine: nn.Module) -> dict:
+    """How long it takes to move a quarter of all experts with their states to the next rank, the fastest of three."""
+    layers, seconds = converted_layers(engine.module), []
+    before = {layer: layer.mxfp8_placement for layer in layers}
+    wanted = {}
+    for layer in layers:
+        experts_RL = [[*experts_of(layer, rank)] for rank in range(layer.ep_size)]
+        quarter = math.ceil(layer.num_local_experts / 4)
+        wanted[layer] = Placement([experts_RL[rank - 1][:quarter] + own[quarter:]
+                                   for rank, own in enumerate(experts_RL)], engine.device)
+    for goal in (wanted, before, wanted, before):  # NCCL connects in the first one
+        world.barrier()
+        get_accelerator().synchronize()
+        begin = time.perf_counter()
+        move_experts(engine, goal)
+        get_accelerator().synchronize()
+        seconds.append(time.perf_counter() - begin)
+    return {"move_ms": world.largest(torch.tensor(seconds[1:], dtype=torch.float64)).min().item() * 1e3}
 
 
 class Run(NamedTuple):
@@ -258,7 +294,7 @@ SHOWN = show.Shown("train", MEASURES, [
     ("p90, ms", "p90_ms", "{:.1f}"), ("host, ms", "host_ms", "{:.1f}"), ("kernels, ms", "kernels_ms", "{:.1f}"),
     ("device events", "device_events", "{:g}"), ("host waits", "host_waits", "{:g}"),
     ("parameters", "parameters", "{}"), *((f"{phase}, ms", f"{phase}_ms", "{:.1f}") for phase in PHASES),
-    ("peak, GiB", "peak_bytes", show.GIB), ("loss off", "loss_off", "{:.2%}"),
+    ("peak, GiB", "peak_bytes", show.GIB), ("move, ms", "move_ms", "{:.0f}"), ("loss off", "loss_off", "{:.2%}"),
     ("gradient norm off", "norm_off", "{:.2%}"), ("commit", "commit", "{:.10}")], plot, wide=False,
     ratios=((AUTOEP, HP), (CLASSIC, HP_CLASSIC)), prepare=prepare)
 
