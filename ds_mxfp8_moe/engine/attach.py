@@ -27,7 +27,7 @@ from .convert import ConversionReport, LayerReport, convert_layers
 from .flash_adamw import about_masters
 from .hooks import engine_of, engines_alive, hook_engine, model_of, remember_engine
 from .moe_engine import MoEEngine, make_moe_engine
-from .moving import layers_away, move_experts
+from .moving import move_home
 from .self_check import check, kinds_of, line_about, worst
 
 
@@ -46,7 +46,7 @@ def attach(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> ConversionReport:
     """
     remember_engine(engine)
     if isinstance(engine, MoEEngine):  # DeepSpeed's own path knows no placement
-        move_experts(engine, dict.fromkeys(layers_away(engine)))
+        move_home(engine)
     report = _converted(engine, config)
     if config.enabled or converted_layers(engine.module):
         make_moe_engine(engine)

@@ -18,7 +18,6 @@ from ..compat.optimizer_parts import parts_of
 from ..layers.classic import MXFP8MOELayer
 from ..layers.experts import MXFP8Experts, converted_layers
 from ..layers.frozen_experts import frozen_of
-from ..layers.placement import Placement, experts_of
 from ..recognition.stacked import SPREAD_NAMES
 from ..transport.deadline import all_to_all, tell_peers_on_error
 from .keeping import weights_change
@@ -28,27 +27,33 @@ BUCKET_BYTES = 2**27  # that a rank sends at a time, and gets
 
 @tell_peers_on_error
 @torch.no_grad()
-def move_experts(engine: DeepSpeedEngine, wanted: Mapping[Any, Placement | None]) -> None:
+def move_experts(engine: DeepSpeedEngine, wanted: Mapping[Any, Sequence[Sequence[int]]]) -> None:
     """Moves the experts of layers. Collective over their groups.
 
     Args:
-        wanted: by layer, of `converted_layers`. None: home. The same on every rank.
+        wanted: experts by rank and slot, each in its slot, by layer of `converted_layers`. The same on every rank.
 
     Raises:
         RuntimeError: the optimizer keeps states in a form that cannot be moved. Or see PeerError.
     """
     with weights_change(engine, of_frozen=True):
-        for layer, placement in wanted.items():
-            R, L = layer.ep_size, layer.num_local_experts
-            now = [experts_of(layer, rank) for rank in range(R)]
-            home = [range(rank * L, (rank + 1) * L) for rank in range(R)]
-            _exchange(engine, layer, now, placement.experts_RL if placement is not None else home)
-            layer.mxfp8_placement = placement
+        for layer, experts_RL in wanted.items():
+            _exchange(engine, layer, layer.mxfp8_placement.experts_RL, experts_RL)
+            layer.mxfp8_placement.move(experts_RL)
 
 
-def layers_away(engine: DeepSpeedEngine) -> list:
-    """The layers whose experts are not all at home."""
-    return [layer for layer in converted_layers(engine.module) if layer.mxfp8_placement is not None]
+def move_home(engine: DeepSpeedEngine, with_frozen: bool = True) -> dict[Any, Sequence[Sequence[int]]]:
+    """Moves all experts home, or those that are parameters. Collective.
+
+    Returns:
+        Where they were: by layer, of those that moved.
+    """
+    away = {layer: layer.mxfp8_placement for layer in converted_layers(engine.module)
+            if layer.mxfp8_placement is not None and not layer.mxfp8_placement.is_home
+            and (with_frozen or frozen_of(layer.experts) is None)}
+    before: dict[Any, Sequence[Sequence[int]]] = {layer: one.experts_RL for layer, one in away.items()}
+    move_experts(engine, {layer: one.home_RL for layer, one in away.items()})
+    return before
 
 
 @contextmanager
@@ -57,8 +62,7 @@ def at_home(engine: DeepSpeedEngine) -> Iterator[None]:
 
     They stay there after an error that not all ranks have, and while another process still writes their weights.
     """
-    away = {layer: layer.mxfp8_placement for layer in layers_away(engine) if frozen_of(layer.experts) is None}
-    move_experts(engine, dict.fromkeys(away))
+    away = move_home(engine, with_frozen=False)
     try:
         yield
     except CheckpointError:

@@ -6,6 +6,7 @@ those of others, one pair after the other, and begins with the placement that is
 balance, within 0.1 % over zipf, lognormal and clustered loads of 64 to 256 experts, and moves three times as many.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from statistics import mean
@@ -20,10 +21,10 @@ from deepspeed.utils import groups
 from ..compat import optimizer_parts
 from ..layers.classic import MXFP8MOELayer
 from ..layers.experts import MXFP8Experts
-from ..layers.placement import Placement, experts_of
+from ..layers.placement import Placement
 from ..ops.log import log_on_rank_0
 from ..transport.deadline import deadline_for
-from .moving import move_experts
+from .moving import move_experts, move_home
 
 WINDOW = 4  # steps whose loads decide
 EVERY = 100  # steps from one decision to the next. The first one ends the first window
@@ -52,12 +53,19 @@ class Placing:
 
     def __init__(self, engine: DeepSpeedEngine, layers: Sequence[MXFP8Experts | MXFP8MOELayer]):
         self.engine, self.layers, self.steps = engine, layers, 0
+        # Users' CUDA graphs may capture both, so they stay where they are in memory.
+        self._loads = []
+        for layer in layers:
+            of, device = (layer.ep_size, layer.num_local_experts), layer.mxfp8_settings.device
+            layer.mxfp8_placement = Placement(*of, device)
+            self._loads.append(torch.zeros(math.prod(of), dtype=torch.int64, device=device))
         self._count()
 
     def close(self) -> None:
-        """Ends the counts."""
+        """Moves experts home, and ends its part in the layers. Collective over all ranks."""
+        move_home(self.engine)
         for layer in self.layers:
-            layer.mxfp8_loads = None
+            layer.mxfp8_placement = layer.mxfp8_loads = None
 
     def after_step(self) -> None:
         """Moves experts, if a window ends with this step and the move pays. Collective over all ranks then."""
@@ -70,7 +78,8 @@ class Placing:
         """Moves experts by the loads of the window so far, if it pays. Ends the window. Collective over all ranks."""
         if self.layers[0].mxfp8_loads is not None:
             self._place(self._loads_of_all())
-            self.close()
+            for layer in self.layers:
+                layer.mxfp8_loads = None
 
     @property
     def _left(self) -> int:
@@ -80,33 +89,31 @@ class Placing:
     def _count(self) -> None:
         """Begins or ends a window."""
         counts = (self._left or EVERY) <= WINDOW
-        for layer in self.layers:
-            if not counts:
+        for layer, loads_E in zip(self.layers, self._loads, strict=True):
+            if counts and layer.mxfp8_loads is None:
+                layer.mxfp8_loads = loads_E.zero_()
+            elif not counts:
                 layer.mxfp8_loads = None
-            elif layer.mxfp8_loads is None:
-                layer.mxfp8_loads = torch.zeros(layer.ep_size * layer.num_local_experts, dtype=torch.int64,
-                                                device=layer.mxfp8_settings.device)
 
     def _loads_of_all(self) -> list[list[int]]:
         """The loads of each layer's experts, by their numbers, up to a factor. The same on all ranks that have them.
         """
-        loads = torch.cat([layer.mxfp8_loads for layer in self.layers])
+        loads = torch.cat(self._loads)
         for layer in {layer.ep_size: layer for layer in self.layers}.values():
             # Over the ranks of the group, then over those that have copies of the same experts.
             for group in (layer.ep_group, groups._get_expert_data_parallel_group(f"ep_size_{layer.ep_size}")):
                 with deadline_for(group, loads.device, "the sum of the experts' loads"):
                     dist.all_reduce(loads, group=group)
-        return [part.tolist() for part in loads.cpu().split([
-            layer.ep_size * layer.num_local_experts for layer in self.layers])]
+        return [part.tolist() for part in loads.cpu().split([len(loads_E) for loads_E in self._loads])]
 
     def _place(self, loads: list[list[int]]) -> None:
         wanted, before, after, moved = {}, [], [], 0
         for layer, loads_E in zip(self.layers, loads, strict=True):
-            now = [experts_of(layer, rank) for rank in range(layer.ep_size)]
+            now = layer.mxfp8_placement.experts_RL
             found, of_a_rank = balanced(loads_E, now), max(sum(loads_E), 1) / layer.ep_size
             fullest, lower = max(rank_loads(loads_E, now)), max(rank_loads(loads_E, found))
             if fullest - lower > SMALLEST_GAIN * fullest:
-                wanted[layer] = Placement(found, layer.mxfp8_settings.device)
+                wanted[layer] = found
                 before.append(fullest / of_a_rank)
                 after.append(lower / of_a_rank)
                 moved += sum(a != b for rows in zip(now, found, strict=True) for a, b in zip(*rows, strict=True))

@@ -22,34 +22,46 @@ from ..routing.routes import is_recomputed
 
 
 class Placement:
-    """The experts of each rank, where they are not at home. Immutable.
+    """The experts of each rank.
+
+    `move` changes tensors in place, so that a CUDA graph that has captured a layer goes on with the new placement.
 
     Attributes:
-        experts_RL: the model's numbers of the experts, by rank and slot.
+        home_RL: the model's numbers of the experts, by rank and slot, when they are at home.
+        experts_RL: where they are.
     """
 
-    def __init__(self, experts_RL: Sequence[Sequence[int]], device: torch.device):
-        """`device`: of the layer."""
+    def __init__(self, num_ranks: int, num_local_experts: int, device: torch.device):
+        """They are at home. `device`: of the layer."""
+        numbers = torch.arange(num_ranks * num_local_experts + 1, device=device)
+        self._experts, self._slot_of = numbers[:-1], numbers.clone()  # the last one is of no expert
+        self.home_RL = self.experts_RL = tuple(map(tuple, self._experts.view(num_ranks, -1).tolist()))
+
+    def move(self, experts_RL: Sequence[Sequence[int]]) -> None:
+        """From now on the experts are there."""
         self.experts_RL = tuple(map(tuple, experts_RL))
-        self._experts_RL = torch.tensor(self.experts_RL, device=device)
-        slots_E = self._experts_RL.flatten().argsort()
-        self._slot_of = torch.cat([slots_E, slots_E.new_full((1, ), len(slots_E))])  # the last one is of no expert
+        self._experts.copy_(torch.tensor(self.experts_RL).flatten())
+        self._slot_of[:-1] = self._experts.argsort()
+
+    @property
+    def is_home(self) -> bool:
+        return self.experts_RL == self.home_RL
 
     def slots_of(self, expert_TK: torch.Tensor) -> torch.Tensor:
         """The numbers of slots of these experts. Ids outside of 0..E-1, which stand for none, stay outside."""
-        return self._slot_of[expert_TK.clamp(-1, len(self._slot_of) - 1)]
+        return self._slot_of[expert_TK.clamp(-1, len(self._experts))]
 
     def by_rank(self, whole: torch.Tensor) -> torch.Tensor:
         """A copy of a tensor [E, ...] in the order of slots."""
-        return whole.index_select(0, self._experts_RL.flatten())
+        return whole.index_select(0, self._experts)
 
     def of_rank(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
         """A copy of the parts [L, ...] of a rank's experts in a tensor [E, ...], by slot."""
-        return whole.index_select(0, self._experts_RL[rank])
+        return whole.index_select(0, self._experts.view(len(self.experts_RL), -1)[rank])
 
 
 def placement_of(layer: Any) -> Placement | None:
-    """None: the layer's experts are at home. `layer`: a block, its experts, or a classic layer's inner."""
+    """None: the layer's experts are always at home. `layer`: a block, its experts, or a classic layer's inner."""
     return getattr(layer, "mxfp8_placement", None) or getattr(layer.experts, "mxfp8_placement", None)
 
 
@@ -69,7 +81,7 @@ def in_order(layer: Any, parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def own_part(experts: Any, whole: torch.Tensor) -> torch.Tensor:
-    """Of a tensor [E, ...] the parts [L, ...] of this rank's experts. A view, while they are at home.
+    """Of a tensor [E, ...] the parts [L, ...] of this rank's experts. A view, if they are always at home.
 
     `experts`: MXFP8Experts.
     """

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import ds_mxfp8_moe
+from ds_mxfp8_moe.engine.moving import move_home
 from tests.support import models
 from tests.support.adapted_models import adapted, build
 from tests.support.autoep_models import ds_config, model, train_engine
@@ -41,7 +42,7 @@ def there_and_back(make, *args) -> None:
     for seed in (1, 2):
         move(net, seed)
         models.assert_same_bits(exported(net), weights)
-    move(net, None)
+    move_home(net)
     models.assert_same_bits(models.state(net), home)
 
 

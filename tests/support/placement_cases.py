@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 import ds_mxfp8_moe
-from ds_mxfp8_moe.engine.moving import move_experts
+from ds_mxfp8_moe.engine.moving import move_experts, move_home
 from ds_mxfp8_moe.layers.experts import converted_layers
 from ds_mxfp8_moe.layers.placement import Placement
 from tests.support import models
@@ -21,12 +21,13 @@ def shuffled(num_ranks: int, num_local_experts: int, seed: int) -> list[list[int
     return [list(of_rank) for of_rank in zip(*columns, strict=True)]
 
 
-def move(engine, seed: int | None) -> None:
-    """Moves the experts of all layers, to other places in each layer. None: home."""
+def move(engine, seed: int) -> None:
+    """Moves the experts of all layers, to other places in each layer."""
     wanted = {}
     for i, layer in enumerate(converted_layers(engine.module)):
-        experts_RL = shuffled(layer.ep_size, layer.num_local_experts, seed + i) if seed is not None else None
-        wanted[layer] = experts_RL and Placement(experts_RL, torch.device(engine.device))
+        if layer.mxfp8_placement is None:
+            layer.mxfp8_placement = Placement(layer.ep_size, layer.num_local_experts, layer.mxfp8_settings.device)
+        wanted[layer] = shuffled(layer.ep_size, layer.num_local_experts, seed + i)
     move_experts(engine, wanted)
 
 
@@ -44,7 +45,7 @@ def found(make: Callable, train: Callable, moves: bool) -> tuple[list, dict]:
         records += train(net, 2 * i)
     state = exported(net)
     if moves:
-        move(net, None)
+        move_home(net)
     return records, state | models.state(net)
 
 

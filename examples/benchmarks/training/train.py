@@ -37,7 +37,6 @@ from ds_mxfp8_moe.engine.hooks import place_experts
 from ds_mxfp8_moe.engine.moe_engine import MoEEngine
 from ds_mxfp8_moe.engine.moving import move_experts
 from ds_mxfp8_moe.layers.experts import converted_layers
-from ds_mxfp8_moe.layers.placement import Placement, experts_of
 from exchange.moe_layer import RECIPES
 from lib import models, results_file, run, show, world
 from lib.show import Measure, bar
@@ -185,13 +184,11 @@ def measure(training: Training, case: Case, before: int) -> dict:
 def moved(engine: nn.Module) -> dict:
     """How long it takes to move a quarter of all experts with their states to the next rank, the fastest of three."""
     layers, seconds = converted_layers(engine.module), []
-    before = {layer: layer.mxfp8_placement for layer in layers}
+    before = {layer: layer.mxfp8_placement.experts_RL for layer in layers}
     wanted = {}
-    for layer in layers:
-        experts_RL = [[*experts_of(layer, rank)] for rank in range(layer.ep_size)]
+    for layer, experts_RL in before.items():
         quarter = math.ceil(layer.num_local_experts / 4)
-        wanted[layer] = Placement([experts_RL[rank - 1][:quarter] + own[quarter:]
-                                   for rank, own in enumerate(experts_RL)], engine.device)
+        wanted[layer] = [experts_RL[rank - 1][:quarter] + own[quarter:] for rank, own in enumerate(experts_RL)]
     for goal in (wanted, before, wanted, before):  # NCCL connects in the first one
         world.barrier()
         get_accelerator().synchronize()
