@@ -41,22 +41,24 @@ def form_of(args: tuple, kwargs: dict) -> tuple[Form | None, list[Tensor]]:
     None: there are arguments of other kinds, such as caches, or leaves that get gradients. A leaf may keep the
     gradient that it is given, and a graph writes into that memory again."""
     tensors: list[Tensor] = []
-
-    def form_of_value(value: Any) -> Any:
-        if isinstance(value, Tensor) and not (value.requires_grad and value.is_leaf):
-            tensors.append(value)
-            return TensorForm(value.shape, value.dtype, value.requires_grad)
-        if isinstance(value, tuple):
-            return tuple(map(form_of_value, value))
-        if isinstance(value, CONSTANTS):
-            return value
-        raise TypeError(value)
-
     try:
         named = chain(((None, value) for value in args), kwargs.items())
-        return tuple((name, form_of_value(value)) for name, value in named), tensors
+        return tuple((name, _form_of_value(value, tensors)) for name, value in named), tensors
     except TypeError:
         return None, []
+
+
+def _form_of_value(value: Any, tensors: list[Tensor]) -> Any:
+    """Adds its tensors. It is no closure of `form_of`: one that calls itself waits for Python's garbage collector,
+    with all tensors that it knows."""
+    if isinstance(value, Tensor) and not (value.requires_grad and value.is_leaf):
+        tensors.append(value)
+        return TensorForm(value.shape, value.dtype, value.requires_grad)
+    if isinstance(value, tuple):
+        return tuple(_form_of_value(part, tensors) for part in value)
+    if isinstance(value, CONSTANTS):
+        return value
+    raise TypeError(value)
 
 
 def tensor_forms(form: Any) -> Iterator[TensorForm]:
@@ -77,14 +79,15 @@ def without_grads(form: Any) -> Any:
 
 def arguments(form: Form, tensors: Iterator[Tensor]) -> tuple[tuple, dict]:
     """A call's arguments of this form, with these tensors."""
-    def filled(value: Any) -> Any:
-        if isinstance(value, TensorForm):
-            return next(tensors)
-        return tuple(map(filled, value)) if isinstance(value, tuple) else value
-
-    values = [(name, filled(value)) for name, value in form]
+    values = [(name, _filled(value, tensors)) for name, value in form]
     return (tuple(value for name, value in values if name is None),
             {name: value for name, value in values if name is not None})
+
+
+def _filled(value: Any, tensors: Iterator[Tensor]) -> Any:
+    if isinstance(value, TensorForm):
+        return next(tensors)
+    return tuple(_filled(part, tensors) for part in value) if isinstance(value, tuple) else value
 
 
 class Call(NamedTuple):

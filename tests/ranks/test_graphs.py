@@ -2,6 +2,7 @@
 """`graph_attention`: attention in CUDA graphs trains as attention without. Here recorded operators stand in for graphs
 (recorded_graphs.py). tests/gpu/test_graphs_gpu.py has real ones."""
 
+import gc
 from copy import deepcopy
 from typing import NamedTuple
 from unittest import mock
@@ -160,6 +161,28 @@ def test_without_the_key_transformers_attention_gets_graphs(one):
     with emulated():
         assert replays_of(started(None)) == OF_A_STEP  # two steps come before them
         assert replays_of(started(False)) == 0
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_no_tensor_of_a_step_waits_for_the_garbage_collector(one, recomputed):
+    """It may come many steps later, and until then they are in memory."""
+    with emulated():
+        net = started()
+        if recomputed:
+            net.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        assert replays_of(net) > 0
+        gc.collect()
+        gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            step(net, 3)
+            gc.collect()
+            left = [tuple(each.shape) for each in gc.garbage if isinstance(each, torch.Tensor)]
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+    assert left == []
 
 
 def test_a_copy_and_changed_modules_have_no_graphs(one):
