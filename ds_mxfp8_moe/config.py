@@ -94,6 +94,7 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
         origin="decided after the first step, by the casts that it saves and the memory that is free")
     frozen_experts: Literal["mxfp8", "mxfp4", "keep"] | None = _key(
         None, origin="chosen: mxfp4 from files in MXFP4; else mxfp8 with adapters by PEFT, keep without")
+    merge_aware: bool = _key(False)
     expert_placement: Literal["fixed", "balanced"] = _key("fixed", engine=True)
     load_balance_coeff: float | None = _key(None, gt=0, le=1, allow_inf_nan=False, engine=True)
     metrics: MetricsConfig | None = _key(None, engine=True)
@@ -140,6 +141,9 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
         if self.on_overflow == "drop" and self.capacity_factor is None:
             problems.append('"on_overflow" is "drop", but without "capacity_factor" buffers fit the routing of each '
                             'step and nothing overflows: write a "capacity_factor", or leave "on_overflow" out')
+        problems += [f'"merge_aware" needs frozen experts in MXFP8 or MXFP4, but "{key}" is "{value}": leave one of '
+                     "the two out" for key, value in (("recipe", "bf16"), ("frozen_experts", "keep"))
+                     if self.merge_aware and getattr(self, key) == value]
         problems += [f'"recipe" is "bf16", which quantizes nothing, but "{key}" is "{getattr(self, key)}": leave '
                      "one of the two out"
                      for key in (*FORMAT_KEYS, "preactivation_dtype", "frozen_experts")

@@ -7,7 +7,7 @@ the bytes that training multiplies with. Where they are not, one line says by ho
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal, get_args
 
@@ -48,7 +48,8 @@ def export_weights(engine: Any, weights: Format = "model", bucket_bytes: int = 2
 
     A tensor may be the model's own, or a view of a bucket: read it, do not write to it, and do not keep it longer than
     you need it. Adapters of PEFT that are active are merged into the weights, one weight at a time. Merged weights are
-    rounded stochastically, so that the mean over the weights keeps the whole update; see compute/merging.py.
+    rounded stochastically, so that the mean over the weights keeps the whole update; see compute/merging.py. With
+    "merge_aware", experts have the bits that training computes with.
 
     Args:
         engine: what `initialize` or `accelerator.prepare` returned, or a Trainer whose `train` has begun.
@@ -139,12 +140,15 @@ class _Merging(Gather):
             update = sum(layer.get_delta_weight(adapter).detach().float() for adapter in unmerged_adapters(layer))
             return merge_update(value.detach(), update, self.names[layer], self.step)
 
+    def frozen(self, block: ExpertBlock) -> Iterator[torch.Tensor]:
+        return block.experts.frozen.dequantized(_adapters_of(block)) if block.experts.merges else super().frozen(block)
+
     def layer_experts(self, layer: Any, weights: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
         return super().layer_experts(layer, self._merged(layer, weights))
 
     def _merged(self, layer: Any, weights: Iterable[torch.Tensor | None]) -> Iterator[torch.Tensor | None]:
         """This rank's w1, w2 and w3 of a block, one at a time."""
-        adapters = _of_halves(_adapters_of(layer))
+        adapters = {} if layer.experts.merges else _of_halves(_adapters_of(layer))
         name = self.names[layer]
         for role, weight in zip(("gate", "down", "up"), weights, strict=True):
             if weight is not None and role in adapters:
@@ -187,6 +191,8 @@ def _parts(model: Published, weights: str, bucket_bytes: int, rank_0_only: bool,
         log_on_rank_0(f"mxfp8_moe: experts were exported in tiles of {TILE}x{TILE}, and training multiplies with "
                         f"{' and '.join(sorted(trained))}: SQNR {rounding.sqnr_db:.1f} dB between the two, over the "
                         "first expert of each layer")
+    if any(block.experts.merges for _, block in expert_blocks(model.engine.module)):
+        log_on_rank_0("mxfp8_moe: adapters were merged into experts, with the values that training computes with")
     if gather.share:
         log_on_rank_0(f"mxfp8_moe: adapters were merged into experts{' in FP8' if weights == 'fp8' else ''}, which "
                         f"keep {gather.share.percent:.1f} % of the update, measured over rank 0's first expert of "
@@ -201,7 +207,10 @@ class _Experts:
         self.stack, self.layer, self.gather, self.fp8 = stack, stack.layer, gather, fp8
         self.local = {role: _local(gather, weights) for role, weights in stack.weights.items()}
         self.adapters = _adapters_of(stack.layer)
-        if "gate" in self.local:
+        if isinstance(self.layer, ExpertBlock) and self.layer.experts.merges:
+            self.local = {role: replace(rows, adapters=self.adapters) for role, rows in self.local.items()}
+            self.adapters = {}
+        elif "gate" in self.local:
             self.adapters = _of_halves(self.adapters)
         width = 1 if fp8 else max((w.frozen if isinstance(w, FrozenRows) else casts.sample(w)).dtype.itemsize
                                   for w in self.local.values())
@@ -250,21 +259,26 @@ class _Experts:
 
     def _unmerged(self, role: str, part: slice) -> torch.Tensor | MXTensor:
         """A weight of some of this rank's experts, in the format of the export."""
-        w_LNK = self.local[role][part]
         if not self.fp8:
-            return _plain(w_LNK)
+            return self._plain(role, part)
+        w_LNK = self.local[role][part]
         return w_LNK if isinstance(w_LNK, MXTensor) else casts.quantize_weights([w_LNK], TILE, self._scaling_mode)
 
     def _merged(self, role: str, part: slice) -> torch.Tensor | MXTensor:
         """The same with the adapter."""
-        w_LNK: Any = self.local[role][part]
+        w_LNK: Any = self.local[role][part] if self.fp8 else self._plain(role, part)
         adapter = self.adapters[role]
         experts = experts_of(self.layer, self.layer.ep_rank)[part]
         seeds = seeds_of([self.stack.names[role][i] for i in experts], self.gather.step, w_LNK.device)
         adapter = LowRank(adapter.a_ERK[part], adapter.b_ENR[part])
         if self.fp8:
             return merge_as_tiles(w_LNK, adapter, seeds, self._scaling_mode)
-        return merge(_plain(w_LNK), adapter, seeds)
+        return merge(w_LNK, adapter, seeds)
+
+    def _plain(self, role: str, part: slice) -> torch.Tensor:
+        """The weight of some of this rank's experts, dequantized."""
+        weights = self.local[role]
+        return weights.plain(part) if isinstance(weights, FrozenRows) else _plain(weights[part])
 
 
 def _plain(w_LNK: casts.Stack) -> torch.Tensor:

@@ -70,6 +70,10 @@ class Gather:
         """`experts` of each of a block's weights w1, w2 and w3. None stands for one that is not wanted."""
         return [None if weight is None else self.experts(layer, weight) for weight in weights]
 
+    def frozen(self, block: ExpertBlock) -> Iterator[torch.Tensor]:
+        """This rank's w1, w2 and w3 of a block that holds FrozenWeights."""
+        return frozen_of(block.experts).dequantized()
+
     def parts(self, layer: Any, local: list[torch.Tensor]) -> list[list[torch.Tensor]]:
         """What each rank of the layer's group gives as `local`, in rank order, on the device. []: not kept here."""
         if layer.ep_size == 1:
@@ -222,7 +226,7 @@ def tensors(model: torch.nn.Module, gather: Gather, wanted: Wanted) -> Iterator[
     for name, block in expert_blocks(model):
         own = {key: entries.pop(f"{name}.experts.{key}", None) for key in SPREAD_NAMES}
         entries.pop(f"{name}.experts.expert_bias", None)  # of engine/balance.py: transformers has no place for it
-        weights = frozen_of(block.experts).dequantized() if name in dequantized else own.values()
+        weights = gather.frozen(block) if name in dequantized else own.values()
         for key, tensor in _stacks(block, gather.layer_experts(block, weights)):
             yield f"{name}.experts.{base_prefix(block)}{key}", tensor
     tied, uses = {}, Counter(map(id, entries.values()))

@@ -8,7 +8,7 @@ other tensors. Models with classic layers are the user's own, and keep their nam
 
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -18,7 +18,9 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ..compat.private_names import line_about, missing
+from ..compute import casts
 from ..compute.block_fp8 import rows_of
+from ..compute.formula import LowRank
 from ..compute.mx import MXTensor
 from ..config import Recipe
 from ..ffn.frozen_weights import FrozenWeights
@@ -70,12 +72,16 @@ class ExpertStack:
 
 @dataclass(frozen=True, eq=False)
 class FrozenRows:
-    """Rows [first, end) of the frozen weights of a GEMM, [L, N, K], whose experts come as tiles of MXFP8."""
+    """Rows [first, end) of the frozen weights of a GEMM, [L, N, K], whose experts come as tiles of MXFP8.
+
+    `adapters`: see `FrozenWeights.tiles`.
+    """
 
     frozen: FrozenWeights
     gemm: str
     first: int
     end: int
+    adapters: Mapping[str, LowRank] | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -83,7 +89,12 @@ class FrozenRows:
         return torch.Size((E, self.end - self.first, F if self.gemm == "down" else H))
 
     def __getitem__(self, experts: slice) -> MXTensor:
-        return rows_of(self.frozen.tiles(self.gemm, experts), self.first, self.end)
+        return rows_of(self.frozen.tiles(self.gemm, experts, self.adapters), self.first, self.end)
+
+    def plain(self, experts: slice) -> torch.Tensor:
+        """Dequantized. A cut through tiles, as where gate ends, rounds nothing."""
+        tiles = self.frozen.tiles(self.gemm, experts, self.adapters)
+        return casts.dequantize(tiles, self.frozen.dtype)[:, self.first:self.end].contiguous()
 
 
 def _shape_of_each(weights: Any) -> torch.Size:

@@ -17,6 +17,9 @@ fused multiply-adds.
 Where the update of a value (in tiles: of the whole tile) is zero, its bytes stay. Kernels
 (ops/triton_kernels/merge.py) return the same bits.
 
+`merge_as_held` takes the random bits from the weights alone, so that they are the same in all steps. Training with
+"merge_aware" computes with its result, and exports it.
+
 E: experts, N and K: the axes of a weight, R: the rank of the adapter.
 """
 
@@ -26,10 +29,11 @@ from types import ModuleType
 
 import torch
 
-from ..ops.device import runs_triton
-from . import casts
+from ..ops.device import has_kernels, runs_triton
+from . import casts, mxfp4
 from .formula import LowRank
-from .mx import NAN_DATA_BYTE, NAN_SCALE_BYTE, TILE, MXTensor, _power_of_two, _scale_bytes, dequantize
+from .mx import NAN_DATA_BYTE, NAN_SCALE_BYTE, TILE, MXTensor, _pad_to, _power_of_two, _scale_bytes, dequantize
+from .mxfp4 import MXFP4Weights
 
 MOST_VALUES = 2**24  # that `merge_update` rounds at a time, in some 50 bytes each
 LEAST_NORMAL = 2.0**-6  # of e4m3
@@ -78,7 +82,7 @@ def merge(w_ENK: torch.Tensor | MXTensor, low: LowRank, seeds_E2: torch.Tensor) 
     """Weights with an adapter merged into them, in their own format.
 
     Args:
-        w_ENK: plain, or in tiles of MXFP8. N and K of tiles are multiples of 128.
+        w_ENK: plain, or in tiles of MXFP8.
         low: the adapter's factors.
         seeds_E2: of `seeds_of`.
     """
@@ -92,10 +96,42 @@ def merge(w_ENK: torch.Tensor | MXTensor, low: LowRank, seeds_E2: torch.Tensor) 
         one = slice(e, e + 1)
         round_one = round_tiles if isinstance(w_ENK, MXTensor) else round_plain
         merged.append(round_one(w_ENK[one], product(LowRank(low.a_ERK[one], low.b_ENR[one])), seeds_E2[one]))
-    if not isinstance(w_ENK, MXTensor):
-        return torch.cat(merged)
-    data = torch.cat([one.qdata.view(torch.uint8) for one in merged]).view(torch.float8_e4m3fn)
-    return w_ENK.with_parts(data, torch.cat([one.scale_bytes for one in merged]))
+    return _joined(merged, w_ENK.dtype) if isinstance(w_ENK, MXTensor) else torch.cat(merged)
+
+
+def merge_as_held(held_ENK: MXTensor | MXFP4Weights, low: LowRank) -> MXTensor:
+    """Frozen weights with an adapter merged into them, rounded stochastically in the format in which they are held.
+
+    An expert's first 8 bytes are its seeds: equal arguments give equal bytes, in every step and on every rank. A value
+    without an update stays.
+
+    Args:
+        held_ENK: in tiles of MXFP8, or in MXFP4, of any size.
+        low: the adapter's factors.
+
+    Returns:
+        Tiles of MXFP8. Sums in MXFP4 are rounded to MXFP4, with the scales of `mxfp4.quantize`, and then unpacked.
+    """
+    if isinstance(held_ENK, MXFP4Weights):
+        data = held_ENK.codes
+        if has_kernels(data.device):
+            return MXTensor.of(_kernels().merge_mxfp4(data, held_ENK.scale_bytes, *low), held_ENK.dtype)
+    else:
+        data = held_ENK.qdata.view(torch.uint8)
+        if has_kernels(data.device):
+            return MXTensor.of(_kernels().merge_tiles(held_ENK.parts, *low), held_ENK.dtype)
+    found = []
+    for one in (slice(e, e + 1) for e in range(len(data))):
+        update_1NK = product(LowRank(low.a_ERK[one], low.b_ENR[one]))
+        seeds_12 = data[one].flatten(1)[:, :8].contiguous().view(torch.int32)
+        if isinstance(held_ENK, MXFP4Weights):
+            codes, scales, tiles, dtype = held_ENK
+            values_1NK = MXFP4Weights(codes[one], scales[one], tiles[one], dtype).values()
+            random_1NK = (random_bits(seeds_12, *values_1NK.shape[1:]) & 0xFFFF).float() / 2**16
+            found.append(mxfp4.unpack_tiles(mxfp4.quantize(values_1NK + update_1NK, random_NK=random_1NK)))
+        else:
+            found.append(round_tiles(held_ENK[one], update_1NK, seeds_12))
+    return _joined(found, held_ENK.dtype)
 
 
 def merge_as_tiles(w_ENK: torch.Tensor | MXTensor, low: LowRank, seeds_E2: torch.Tensor,
@@ -154,7 +190,8 @@ def round_tiles(w_ENK: MXTensor, update_ENK: torch.Tensor, seeds_E2: torch.Tenso
     rounded = (x.abs() + lift).view(torch.int32).add(bits).bitwise_and_(~E4M3_DROPPED).view(torch.float32) - lift
     data = torch.copysign(rounded, x).to(torch.float8_e4m3fn).view(torch.uint8)
     data = torch.where(finite, data, NAN_DATA_BYTE)
-    data = torch.where(changed, data, _tiles(w_ENK.qdata.view(torch.uint8))).view(w_ENK.shape)
+    data = torch.where(changed, data, _tiles(w_ENK.qdata.view(torch.uint8))).flatten(3).flatten(1, 2)
+    data = data[:, :w_ENK.shape[1], :w_ENK.shape[2]].contiguous()
     scale = torch.where(changed.view(w_ENK.scale_bytes.shape), scale.view(w_ENK.scale_bytes.shape),
                         w_ENK.scale_bytes.int())
     return w_ENK.with_parts(data.view(torch.float8_e4m3fn), scale.to(torch.uint8))
@@ -172,9 +209,14 @@ def random_bits(seeds_E2: torch.Tensor, rows: int, columns: int) -> torch.Tensor
     return x.bitwise_xor_(x >> 16 & 0xFFFF)
 
 
+def _joined(experts: Sequence[MXTensor], dtype: torch.dtype) -> MXTensor:
+    data = torch.cat([one.qdata.view(torch.uint8) for one in experts]).view(torch.float8_e4m3fn)
+    return MXTensor(data, torch.cat([one.scale_bytes for one in experts]), TILE, dtype, tiled=True)
+
+
 def _tiles(x_ENK: torch.Tensor) -> torch.Tensor:
-    """[E, N / 128, 128, K / 128, 128]."""
-    return x_ENK.unflatten(2, (-1, TILE)).unflatten(1, (-1, TILE))
+    """[E, ceil(N / 128), 128, ceil(K / 128), 128], padded with zeros."""
+    return _pad_to(x_ENK, (TILE, TILE)).unflatten(2, (-1, TILE)).unflatten(1, (-1, TILE))
 
 
 def _kernels() -> ModuleType:

@@ -47,7 +47,8 @@ class MXFP4Weights(NamedTuple):
         return _values(self.codes, self.scale_bytes)
 
 
-def quantize(w_NK: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> MXFP4Weights:
+def quantize(w_NK: torch.Tensor, dtype: torch.dtype = torch.bfloat16,
+             random_NK: torch.Tensor | None = None) -> MXFP4Weights:
     """Rounds weights to MXFP4. Each block takes the better of two scales, by the squared error of its values.
 
     The first is the power of two with which the largest value is in [4, 8); the largest e2m1 value is 6. The second is
@@ -56,6 +57,8 @@ def quantize(w_NK: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> MXFP4We
     Args:
         w_NK: [..., N, K] in bf16, fp16 or fp32. K is a multiple of 32.
         dtype: what the result looks like.
+        random_NK: float32 in [0, 1), with 16 bits. If it is given, values are rounded up where it is at least 1 minus
+            the distance from the number below, in units of the distance between both. The scales are the same.
     """
     if w_NK.shape[-1] % 32:
         raise ValueError(f"a weight of shape {tuple(w_NK.shape)} has no form in MXFP4, whose blocks have 32 values: "
@@ -67,20 +70,38 @@ def quantize(w_NK: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> MXFP4We
     for byte in (lower, lower + 1):
         scale = _power_of_two(byte).unsqueeze(-1)
         values = _nearest(blocks / scale)
-        found.append((values, (values * scale).sub_(blocks).square_().sum(-1)))
+        found.append((values, _sum((values * scale).sub_(blocks).square_())))
     (values, error), (others, other_error) = found
     better = other_error < error
-    bits = (torch.where(better.unsqueeze(-1), others, values) * 2.0**-126).view(torch.int32)
+    values = torch.where(better.unsqueeze(-1), others, values)
+    if random_NK is not None:
+        x = blocks / _power_of_two(lower + better).unsqueeze(-1)
+        size = x.abs().clamp_(max=6)
+        step = _step(size)
+        values = (size / step).add_(random_NK.unflatten(-1, (-1, 32))).floor_().mul_(step).copysign_(x)
+    bits = (values * 2.0**-126).view(torch.int32)
     codes = (bits >> 28 & 8 | bits >> 22 & 7).to(torch.uint8).flatten(-2)
     byte = (lower + better).masked_fill_(exponent == 255, NAN_SCALE_BYTE).to(torch.uint8)
     return MXFP4Weights.of(codes[..., 0::2] | codes[..., 1::2] << 4, byte, dtype)
 
 
+def _sum(x: torch.Tensor) -> torch.Tensor:
+    """The sum over the last axis, whose size is a power of two. It adds neighbors, so every device gets the same bits.
+    """
+    while x.shape[-1] > 1:
+        x = x[..., 0::2] + x[..., 1::2]
+    return x.squeeze(-1)
+
+
 def _nearest(x: torch.Tensor) -> torch.Tensor:
     """e2m1 values: 0, 0.5, 1, 1.5, 2, 3, 4 and 6 with both signs. Ties go to even codes, and larger values to 6."""
-    size = x.abs()
-    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    step = _step(x.abs())
     return (x.clamp(-6, 6) / step).round_().mul_(step)
+
+
+def _step(size: torch.Tensor) -> torch.Tensor:
+    """The distance between the e2m1 values around a magnitude."""
+    return torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
 
 
 def _values(codes: torch.Tensor, scale_bytes: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ from ..config import ConfigError, MXFP8MoEConfig
 from ..ffn.frozen_weights import FrozenWeights
 from ..layers.adapters import outermost_wrapper, wrappers_of
 from ..layers.classic import MXFP8MOELayer
-from ..layers.experts import ExpertBlock, MXFP8Experts
+from ..layers.experts import ExpertBlock, MXFP8Experts, expert_blocks
 from ..layers.frozen_experts import frozen_layers, frozen_of
 from ..layers.settings import LayerSettings
 from ..recognition.activation_proof import activation_of
@@ -159,6 +159,9 @@ def convert_layers(model: torch.nn.Module, config: MXFP8MoEConfig, broken: str =
         inner.mxfp8_weights = ExpertWeights(inner.experts.deepspeed_experts, formula)
         detail = f"{_placement(inner)}, {_describe(settings, str(formula))}{_trained(inner)}"
         layers.append(LayerReport(label, kind, True, detail))
+    if config.merge_aware and layers and not any(block.experts.merges for _, block in expert_blocks(model)):
+        raise ConfigError('"merge_aware" has nothing to merge: no layer has adapters by PEFT of frozen experts that '
+                          "are held in MXFP8 or MXFP4. Name the experts in target_parameters, or leave the key out")
     return ConversionReport.of(layers, config)
 
 
@@ -186,7 +189,8 @@ def _convert_experts(name: str, block: ExpertBlock, config: MXFP8MoEConfig, devi
         open_formula=experts.open_formula() if formula.activation is None else None)
     if reason:
         return LayerReport(name, "AutoEP", False, f"{reason}; its experts run in the model's dtype")
-    held = f", frozen experts in {frozen.format}" if frozen else ""
+    merged = ", merged with their adapters in every forward" if experts.merges else ""
+    held = f", frozen experts in {frozen.format}{merged}" if frozen else ""
     own = "" if formula.activation else ", the model's own function between the GEMMs, since no kernel computes it"
     detail = f"{_placement(experts)}, {_describe(settings, formula.function)}{own}{held}{_trained(experts)}"
     return LayerReport(name, "AutoEP", True, detail)

@@ -65,6 +65,7 @@ class Kind(NamedTuple):
         rank: of the adapters of both GEMMs. 0: there are none.
         exchanges: whether rows travel to other ranks.
         frozen: in which format the weights are held alone: a key of FORMATS. "": in none.
+        merges: whether adapters are merged into them.
     """
 
     formula: ExpertFormula
@@ -74,6 +75,7 @@ class Kind(NamedTuple):
     rank: int = 0
     exchanges: bool = False
     frozen: str = ""
+    merges: bool = False
 
 
 class Verdict(NamedTuple):
@@ -107,7 +109,8 @@ def kinds_of(layers: Iterable[MXFP8MOELayer | MXFP8Experts]) -> set[Kind]:
         if settings.open_formula is not None:  # the GEMMs are checked with another function between them
             formula = formula.with_act(Activation("silu"))
         found.add(Kind(small(formula), settings.recipe, dtype, stacked, rank=8 if adapted else 0,
-                       exchanges=layer.ep_size > 1, frozen=frozen.format.lower() if frozen else ""))
+                       exchanges=layer.ep_size > 1, frozen=frozen.format.lower() if frozen else "",
+                       merges=stacked and layer.merges))
     return found
 
 
@@ -281,7 +284,7 @@ def _run_ffn(kind: Kind, device: torch.device, transport: Transport, ffn_class: 
     parts = zip(stacks, flat.split([w.numel() for w in stacks]), strict=True)
     sums = {id(w): Sum(part.view(w.shape), True, 2.0) for w, part in parts}
     ffn = ffn_class(formula, kind.recipe, transport, EXPERTS, name="the check of ds_mxfp8_moe's kernels",
-                    sum_of=lambda w, node: sums.get(id(w)))
+                    sum_of=lambda w, node: sums.get(id(w)), merge_aware=kind.merges)
     y_TH = ffn(x_TH, Routes(expert_TK=expert_TK, weight_TK=weight_TK, num_experts=EXPERTS), weights,
                adapters=adapters, frozen=frozen)
     y_TH.backward(g_TH)

@@ -82,9 +82,9 @@ class Call:
             quantized: quantizes the weights in any case, if the recipe does.
         """
         count = 2 * len(self.adapted)
-        adapters = {name: LowRank(*tensors[2 * i:2 * i + 2]) for i, name in enumerate(self.adapted)}
+        updates = {name: LowRank(*tensors[2 * i:2 * i + 2]) for i, name in enumerate(self.adapted)}
         by_role = unflattened(self.layout, tensors[count:])
-        found = {name: self.projection(name, by_role, adapters.get(name)) for name in ROLES_OF}
+        found = {name: self.projection(name, by_role, updates.get(name)) for name in ROLES_OF}
         kept = self.kept(tensors[count:], transposed)
         if kept is None and quantized and self.math.recipe.quantize_gemm and self.frozen is None:
             kept = {}
@@ -104,13 +104,18 @@ class Call:
             kept[name] = self.math.quantize_weights(one.weights, transposed and not held)
         return one._replace(weights=kept[name], held=held)
 
-    def projection(self, name: str, by_role: dict, adapter: LowRank | None) -> Projection:
-        """The GEMM of this name, with weights in high precision if they are no FrozenWeights."""
+    def projection(self, name: str, by_role: dict, update: LowRank | None) -> Projection:
+        """The GEMM of this name, with weights in high precision if they are no FrozenWeights.
+
+        `update`: the adapter's factors, in their own dtype.
+        """
+        adapter = update and LowRank(*(factor.to(self.math.dtype) for factor in update))
         roles = ROLES_OF[name] if self.frozen is not None or "gate" in by_role or name == "down" else ("up", )
         biases = tuple([by_role.get(BIAS_OF[role]) for role in roles])
         if self.frozen is not None:
             weights = self.frozen[name]
-            return Projection(roles, weights.dtype, weights, True, biases, adapter)
+            return Projection(roles, weights.dtype, weights, True, biases, adapter,
+                              update if self.ffn.merge_aware else None)
         stacks = tuple([by_role[role] for role in roles])
         weights = Weights(stacks, self.math.recipe.quantize_gemm)
         return Projection(roles, casts.sample(stacks[0]).dtype, weights, False, biases, adapter)

@@ -36,7 +36,9 @@ The weight gradients dW1 = dpre^T x and dW2 = g^T h contract over rows. Their op
 The biases' gradients are float32 sums of g and of dpre in the tokens' dtype.
 
 Adapters (`LowRank`) add (x A1^T) B1^T to pre, and (h A2^T) B2^T to y. They multiply dequantized rows in the tokens'
-dtype. Their weights have gradients of their own, so that the experts' weights may be frozen.
+dtype. Their weights have gradients of their own, so that the experts' weights may be frozen. With
+`ExpertFFN.merge_aware`, the GEMMs of frozen weights multiply with the rounded sum of weights and B A instead, in
+forward and for the gradient of the rows. A and B have the gradients that they have apart: rounding counts as none.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -75,6 +77,7 @@ class ExpertFFN:
         sum_of: tells in backward where a parameter's gradient goes, given the parameter and autograd's node that
             accumulates into its `grad`. Autograd gets a gradient that begins a sum, but none that is added to it.
             None, or a result of None: the gradient has its own memory.
+        merge_aware: whether adapters of frozen weights are merged into them, as in an export, for each GEMM.
         training: whether the layer is in training mode. An error in evaluation mode explains what may have caused it.
     """
 
@@ -86,6 +89,7 @@ class ExpertFFN:
     name: str = "MoE layer"
     kept: KeptWeights | None = None
     sum_of: Callable[[torch.nn.Parameter, Node], Sum | None] | None = None
+    merge_aware: bool = False
     training: bool = True
 
     def has_few_tokens(self, expert_TK: torch.Tensor) -> bool:
@@ -115,7 +119,7 @@ class ExpertFFN:
         with self.outside_autocast(x_TH.device.type) as autocast:
             x_TH = x_TH if autocast is None else x_TH.to(autocast)
             layout, tensors = flattened(weights)
-            factors = [factor.to(x_TH.dtype) for adapter in (adapters or {}).values() for factor in adapter]
+            factors = [factor for adapter in (adapters or {}).values() for factor in adapter]
             call = Call(self, self.math(x_TH.dtype), layout, tuple(adapters or ()), frozen and frozen.operands(),
                         autocast)
             return self.function(call, torch.is_grad_enabled(), routes.expert_TK, x_TH, routes.weight_TK, *factors,

@@ -18,6 +18,7 @@ from ..compute.casts import Stack
 from ..compute.formula import ExpertFormula, LowRank
 from ..compute.grouped_gemm import grouped_mm, grouped_mm_weights, grouped_mm_wgrad_rows, plain, rescales_rows
 from ..compute.low_rank import add_low_rank, low_rank_rows, low_rank_wgrad, weighted_bias_backward
+from ..compute.merging import merge_as_held
 from ..compute.mx import MXTensor
 from ..compute.mxfp4 import MXFP4Weights
 from ..compute.recorded import Weights, recorded
@@ -35,6 +36,8 @@ class Projection(NamedTuple):
         held: whether quantized weights are in the form that forward reads, so that backward transposes them itself.
         biases: for each role, one stacked tensor or E of them. None: it has none.
         adapter: its low-rank update, in the tokens' dtype. None: it has none.
+        merged: the same update in its own dtype, if it is merged into the weights for each GEMM. Its gradient passes
+            straight through the rounding, and is that of an update apart. None: it is not merged.
         sums: for each role, where backward puts the weights' gradient instead of returning it. None: nowhere.
     """
 
@@ -44,6 +47,7 @@ class Projection(NamedTuple):
     held: bool = False
     biases: tuple[Stack | None, ...] = ()
     adapter: LowRank | None = None
+    merged: LowRank | None = None
     sums: tuple[Sum | None, ...] = ()
 
     def bias_EN(self) -> torch.Tensor | None:
@@ -256,8 +260,10 @@ class ExpertMath:
 
     def _adapted_dgrad(self, dx_PK: torch.Tensor, low_PR: torch.Tensor | None, projection: Projection,
                        ends_E: torch.Tensor) -> torch.Tensor:
-        """dx + (g B) A, in place, if there is an adapter, of which `_adapter_backward` returned g B."""
-        return dx_PK if low_PR is None else add_low_rank(dx_PK, low_PR, projection.adapter.a_ERK, ends_E)
+        """dx + (g B) A, in place, if there is an adapter apart, of which `_adapter_backward` returned g B."""
+        if low_PR is None or projection.merged is not None:
+            return dx_PK
+        return add_low_rank(dx_PK, low_PR, projection.adapter.a_ERK, ends_E)
 
     # ---- operands ---------------------------------------------------------------------------------------------------
 
@@ -292,7 +298,10 @@ class ExpertMath:
         if not self.recipe.quantize_gemm:
             y_PN = grouped_mm_weights(x_PK, weights.stacks, ends_E, transposed)
         else:
-            if isinstance(weights, MXFP4Weights):
+            if projection.merged is not None:
+                weights = merge_as_held(weights, projection.merged)
+                weights = casts.transpose_tiles(weights) if transposed else weights
+            elif isinstance(weights, MXFP4Weights):
                 weights = casts.unpack_tiles(weights, transposed)
             elif isinstance(weights, Weights):
                 weights = self.quantize_weights(weights, transposed)
@@ -302,7 +311,7 @@ class ExpertMath:
                 # If no kernel multiplies MXFP8, the weights are dequantized to the dtype that they show: the tokens'.
                 weights = MXTensor.of(weights.parts, self.dtype)
             y_PN = grouped_mm(x_PK, weights, ends_E, self.dtype)
-        if transposed or projection.adapter is None:
+        if transposed or projection.adapter is None or projection.merged is not None:
             return y_PN
         a_ERK, b_ENR = projection.adapter
         return add_low_rank(y_PN, low_rank_rows(x_PK, a_ERK, ends_E), b_ENR.transpose(1, 2), ends_E)

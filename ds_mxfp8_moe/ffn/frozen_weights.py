@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts' weights that are not trained, in one copy of 8 or of 4 bits a value."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -9,6 +9,8 @@ from torch import nn
 
 from ..compute import casts, mxfp4
 from ..compute.block_fp8 import Rounding
+from ..compute.formula import LowRank
+from ..compute.merging import merge_as_held
 from ..compute.mx import TILE, MXTensor
 from ..compute.mxfp4 import MXFP4Weights
 
@@ -81,17 +83,24 @@ class FrozenWeights(nn.Module):
             self._operands = {name: self._operand(*self._buffers_of(name)) for name in self._shapes}
         return self._operands
 
-    def tiles(self, name: str, experts: slice = slice(None)) -> MXTensor:
-        """The weights of a GEMM as tiles of MXFP8, of some of this rank's experts."""
-        return self._tiles(self._operand(*(buffer[experts] for buffer in self._buffers_of(name))))
+    def tiles(self, name: str, experts: slice = slice(None),
+              adapters: Mapping[str, LowRank] | None = None) -> MXTensor:
+        """The weights of a GEMM as tiles of MXFP8, of some of this rank's experts.
 
-    def dequantized(self) -> Iterator[torch.Tensor]:
+        `adapters`: of this rank's experts, by GEMM, which are merged as "merge_aware" trains with them.
+        """
+        operand = self._operand(*(buffer[experts] for buffer in self._buffers_of(name)))
+        if not adapters or name not in adapters:
+            return self._tiles(operand)
+        return merge_as_held(operand, LowRank(*(factor[experts] for factor in adapters[name])))
+
+    def dequantized(self, adapters: Mapping[str, LowRank] | None = None) -> Iterator[torch.Tensor]:
         """The experts' gate [E, F, H], down [E, H, F] and up [E, F, H] in `dtype`, one after the other. Without a
-        gate, the halves of up in the place of gate and up."""
+        gate, the halves of up in the place of gate and up. `adapters`: as in `tiles`."""
         half = self._shapes["up"][0] // 2
-        yield casts.dequantize(self.tiles("up"), self.dtype)[:, :half].contiguous()
-        yield casts.dequantize(self.tiles("down"), self.dtype)
-        yield casts.dequantize(self.tiles("up"), self.dtype)[:, half:].contiguous()
+        yield casts.dequantize(self.tiles("up", adapters=adapters), self.dtype)[:, :half].contiguous()
+        yield casts.dequantize(self.tiles("down", adapters=adapters), self.dtype)
+        yield casts.dequantize(self.tiles("up", adapters=adapters), self.dtype)[:, half:].contiguous()
 
     def checksums(self) -> list[int]:
         """For each expert a number that depends on all of its bytes and their places. The same on every device."""

@@ -112,6 +112,11 @@ class MXFP8Experts(nn.Module):
         gate, up = self.layout.halves(part[0])
         return {"gate_bias": gate.contiguous(), "up_bias": up.contiguous(), "down_bias": part[1].clone()}
 
+    @property
+    def merges(self) -> bool:
+        """Whether it computes with adapters merged into its frozen weights, which are exported so."""
+        return self.mxfp8_settings.config.merge_aware and frozen_of(self) is not None and "adapters" in self._modules
+
     def open_formula(self) -> OpenFormula:
         """What the module computes beside its GEMMs, by its own functions."""
         after = self.post_expert_norm if getattr(self, "has_post_expert_norm", False) else None

@@ -4,6 +4,7 @@ which each function equals to the bit.
 
     kernel                  grid                                bytes read + written for each value
     _merge_tiles_kernel     (tiles of a matrix, experts)        1 + 1
+    _merge_mxfp4_kernel     (tiles of a matrix, experts)        0.53 + 1
     _merge_plain_kernel     (tiles of a matrix, experts)        2 + 2 (bf16)
 
 A program reads, beside its part of a matrix, as many rows of one factor and columns of the other. It adds their
@@ -15,8 +16,9 @@ import triton
 import triton.language as tl
 
 from ..mx_format import TILE, MXParts
-from .format import from_e4m3, largest_in_rows, new_scale, power_of_two
+from .format import from_e4m3, largest_in_rows, new_scale, power_of_two, to_e4m3
 from .launch import Launched
+from .library import cdiv
 from .quantize import Tile, tile_origin
 
 TILES_TILE, PLAIN_TILE = Tile(128, 128, 16), Tile(32, 128, 8)
@@ -55,32 +57,95 @@ def _kept_bits(x, bits, DROPPED: tl.constexpr):
 
 @Launched
 @triton.jit
-def _merge_tiles_kernel(data_ptr, data_stride, scale_ptr, scale_stride, a_ptr, b_ptr, seeds_ptr, out_ptr,
+def _merge_tiles_kernel(data_ptr, data_stride, scale_ptr, scale_stride, a_ptr, b_ptr, seeds_ptr, seeds_stride, out_ptr,
                         out_scale_ptr, M, RANK, N: tl.constexpr):
     B: tl.constexpr = 128
     LEAST_NORMAL: tl.constexpr = 0.015625  # of e4m3
+    tiles_n: tl.constexpr = (N + B - 1) // B
     expert = tl.program_id(1).to(tl.int64)
     m0, n0 = tile_origin(N, B, B, 1)
     m, n = m0 + tl.arange(0, B), n0 + tl.arange(0, B)
+    mask = (m < M)[:, None] & (n < N)[None, :]
     origin = m0 * N + n0
     offset = tl.arange(0, B)[:, None] * N + tl.arange(0, B)[None, :]
-    tile = m0 // B * (N // B) + n0 // B
-    before = tl.load(data_ptr + expert * data_stride + origin + offset)
+    tile = m0 // B * tiles_n + n0 // B
+    before = tl.load(data_ptr + expert * data_stride + origin + offset, mask, other=0)
     byte_before = tl.load(scale_ptr + expert * scale_stride + tile + tl.arange(0, 1)[:, None])
     update = _update(a_ptr + expert * RANK * N, b_ptr + expert * M * RANK, m, n, M, RANK, N)
-    merged = from_e4m3(before) * power_of_two(byte_before) + update
+    merged = tl.where(mask, from_e4m3(before) * power_of_two(byte_before) + update, 0.0)
     byte, inverse = new_scale(tl.max(largest_in_rows(merged, B), axis=0)[:, None], False)
     x = merged * inverse
     lift = tl.where(tl.abs(x) < LEAST_NORMAL, LEAST_NORMAL, 0.0)
-    bits = _random_bits(seeds_ptr + expert * 2, origin + offset)
+    bits = _random_bits(seeds_ptr + expert * seeds_stride, origin + offset)
     rounded = _kept_bits(tl.abs(x) + lift, bits, 0xFFFFF) - lift
     sign = (x.to(tl.uint32, bitcast=True) >> 24 & 0x80).to(tl.uint8)
     data = rounded.to(tl.float8e4nv).to(tl.uint8, bitcast=True) | sign
     data = tl.where(byte == 255, 0x7F, data).to(tl.uint8)
-    changed = tl.max(tl.max((update != 0).to(tl.int32), axis=1), axis=0) != 0
-    tl.store(out_ptr + expert * M * N + origin + offset, tl.where(changed, data, before))
-    tl.store(out_scale_ptr + expert * (M // B) * (N // B) + tile + tl.arange(0, 1)[:, None],
+    changed = tl.max(tl.max((mask & (update != 0)).to(tl.int32), axis=1), axis=0) != 0
+    tl.store(out_ptr + expert * M * N + origin + offset, tl.where(changed, data, before), mask)
+    tl.store(out_scale_ptr + expert * tl.cdiv(M, B) * tiles_n + tile + tl.arange(0, 1)[:, None],
              tl.where(changed, byte, byte_before))
+
+
+@triton.jit
+def _over_scale(x, scale_byte):
+    """Magnitudes [M, N / 32, 32] over a scale, at most 6, in units of the e2m1 values around them; and this unit."""
+    scaled = tl.minimum(x * ((254 - scale_byte) << 23).to(tl.float32, bitcast=True)[:, :, None], 6.0)
+    step = tl.where(scaled < 2.0, 0.5, tl.where(scaled < 4.0, 1.0, 2.0))
+    return scaled * tl.where(scaled < 2.0, 2.0, tl.where(scaled < 4.0, 1.0, 0.5)), step
+
+
+@triton.jit
+def _error(x, scale_byte):
+    """The squared error of each block with this scale, [M, N / 32], if magnitudes are rounded to nearest."""
+    units, step = _over_scale(x, scale_byte)
+    nearest = (units + 8388608.0) - 8388608.0  # 2^23 leaves no fraction: rounded to nearest even
+    error = nearest * step * power_of_two(scale_byte)[:, :, None] - x
+    error = error * error
+    for _ in tl.static_range(5):  # in the order of mxfp4._sum
+        even, odd = tl.split(tl.reshape(error, [x.shape[0], x.shape[1], error.shape[2] // 2, 2]))
+        error = even + odd
+    return tl.reshape(error, [x.shape[0], x.shape[1]])
+
+
+@Launched
+@triton.jit
+def _merge_mxfp4_kernel(words_ptr, scale_ptr, a_ptr, b_ptr, out_ptr, out_scale_ptr, M, RANK, N: tl.constexpr):
+    """words [M, N / 8] of each expert, with eight values in each. The first two are its seeds."""
+    B: tl.constexpr = 128
+    tiles_n: tl.constexpr = (N + B - 1) // B
+    expert = tl.program_id(1).to(tl.int64)
+    m0, n0 = tile_origin(N, B, B, 1)
+    m, n = m0 + tl.arange(0, B), n0 + tl.arange(0, B)
+    mask = (m < M)[:, None] & (n < N)[None, :]
+    word, block = n0 // 8 + tl.arange(0, B // 8), n0 // 32 + tl.arange(0, B // 32)
+    words = tl.load(words_ptr + expert * M * (N // 8) + m[:, None] * (N // 8) + word[None, :],
+                    (m < M)[:, None] & (word < N // 8)[None, :], other=0)
+    scale = tl.load(scale_ptr + expert * M * (N // 32) + m[:, None] * (N // 32) + block[None, :],
+                    (m < M)[:, None] & (block < N // 32)[None, :], other=0)
+    # The three lower bits of an e2m1 value, as exponent and mantissa of a float32, are 2^-126 of it.
+    nibble = words[:, :, None] << (28 - 4 * tl.arange(0, 8))[None, None, :]
+    held = tl.reshape(((nibble >> 6) & -0x7E400000).to(tl.float32, bitcast=True) * 2.0**126, [B, B // 32, 32])
+    update = _update(a_ptr + expert * RANK * N, b_ptr + expert * M * RANK, m, n, M, RANK, N)
+    merged = tl.reshape(held * power_of_two(scale)[:, :, None], [B, B]) + update
+    merged = tl.where(mask, merged, 0.0)
+
+    exponent = largest_in_rows(merged, 32) >> 23
+    lower = tl.minimum(tl.maximum(exponent - 2, 0), 252)
+    size = tl.reshape(tl.abs(merged), [B, B // 32, 32])
+    chosen = lower + (_error(size, lower + 1) < _error(size, lower)).to(tl.int32)
+    units, step = _over_scale(size, chosen)
+    offset = tl.arange(0, B)[:, None] * N + tl.arange(0, B)[None, :]
+    bits = _random_bits(words_ptr + expert * M * (N // 8), m0 * N + n0 + offset)
+    random = tl.reshape((bits & 0xFFFF).to(tl.float32), [B, B // 32, 32]) * 2.0**-16
+    whole = (units + random).to(tl.int32).to(tl.float32)
+    rounded = whole * step * power_of_two(chosen)[:, :, None]
+    rounded = tl.reshape(tl.where((exponent == 255)[:, :, None], float("nan"), rounded), [B, B])
+    byte, inverse = new_scale(tl.max(largest_in_rows(rounded, B), axis=0)[:, None], False)
+    sign = tl.where(byte == 255, 0, merged.to(tl.uint32, bitcast=True) >> 24 & 0x80).to(tl.uint8)
+    tl.store(out_ptr + expert * M * N + m0 * N + n0 + offset, to_e4m3(rounded, inverse) | sign, mask)
+    tl.store(out_scale_ptr + expert * tl.cdiv(M, B) * tiles_n + m0 // B * tiles_n + n0 // B +
+             tl.arange(0, 1)[:, None], byte)
 
 
 @Launched
@@ -103,17 +168,32 @@ def _merge_plain_kernel(w_ptr, a_ptr, b_ptr, seeds_ptr, out_ptr, M, RANK, N: tl.
     tl.store(out_ptr + expert * M * N + origin + offset, after, mask)
 
 
-def merge_tiles(w_ENK: MXParts, a_ERK: torch.Tensor, b_ENR: torch.Tensor, seeds_E2: torch.Tensor) -> MXParts:
-    """merging.merge of tiles [E, N, K]. N and K are multiples of 128, matrices are contiguous."""
+def merge_tiles(w_ENK: MXParts, a_ERK: torch.Tensor, b_ENR: torch.Tensor,
+                seeds_E2: torch.Tensor | None = None) -> MXParts:
+    """merging.merge of tiles [E, N, K], and without seeds merging.merge_as_held. Matrices are contiguous."""
     data, scale = w_ENK.qdata, w_ENK.scale_bytes
+    seeds = data.view(torch.int32) if seeds_E2 is None else seeds_E2
     experts, rows, columns = data.shape
     out = torch.empty(data.shape, dtype=data.dtype, device=data.device)
     out_scale = torch.empty(scale.shape, dtype=torch.uint8, device=data.device)
     if out.numel():
         _merge_tiles_kernel[(TILES_TILE.programs(rows, columns), experts)](
             data.view(torch.uint8), data.stride(0), scale, scale.stride(0), a_ERK.contiguous(), b_ENR.contiguous(),
-            seeds_E2, out.view(torch.uint8), out_scale, rows, a_ERK.shape[1], columns, num_warps=TILES_TILE.warps,
-            enable_fp_fusion=False)
+            seeds, seeds.stride(0), out.view(torch.uint8), out_scale, rows, a_ERK.shape[1], columns,
+            num_warps=TILES_TILE.warps, enable_fp_fusion=False)
+    return MXParts(out, out_scale, TILE, tiled=True)
+
+
+def merge_mxfp4(codes: torch.Tensor, scale_bytes: torch.Tensor, a_ERK: torch.Tensor, b_ENR: torch.Tensor) -> MXParts:
+    """merging.merge_as_held of weights in MXFP4, [E, N, K], whose parts are contiguous. K is a multiple of 32."""
+    (experts, rows, halves), device = codes.shape, codes.device
+    columns = 2 * halves
+    out = torch.empty((experts, rows, columns), dtype=torch.float8_e4m3fn, device=device)
+    out_scale = torch.empty((experts, cdiv(rows, TILE), cdiv(columns, TILE)), dtype=torch.uint8, device=device)
+    if out.numel():
+        _merge_mxfp4_kernel[(TILES_TILE.programs(rows, columns), experts)](
+            codes.view(torch.int32), scale_bytes, a_ERK.contiguous(), b_ENR.contiguous(), out.view(torch.uint8),
+            out_scale, rows, a_ERK.shape[1], columns, num_warps=TILES_TILE.warps, enable_fp_fusion=False)
     return MXParts(out, out_scale, TILE, tiled=True)
 
 

@@ -5,12 +5,17 @@ import pytest
 import torch
 
 from ds_mxfp8_moe.compute.merging import merge_update
-from tests.support.merge_cases import run_plain, run_tiles
+from tests.support.merge_cases import run_held, run_plain, run_tiles
 
 
 @pytest.mark.parametrize("rank, dtype", [(1, torch.bfloat16), (9, torch.float32), (16, torch.bfloat16)], ids=str)
 def test_tiles(rank, dtype):
     run_tiles("cuda", 256, 384, rank, dtype)
+
+
+@pytest.mark.parametrize("rank, dtype", [(1, torch.float32), (8, torch.bfloat16)], ids=str)
+def test_frozen_weights(rank, dtype):
+    run_held("cuda", 416, 672, rank, dtype)
 
 
 @pytest.mark.parametrize("rank, dtype", [(8, torch.bfloat16), (3, torch.float32), (8, torch.float16)], ids=str)

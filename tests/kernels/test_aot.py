@@ -179,6 +179,8 @@ def merges():
     for dtype in (BF16, F32):
         low = torch.empty(E, 16, H, dtype=dtype), torch.empty(E, F, 16, dtype=dtype)
         merge.merge_tiles(mx(E, F, H, block=128, tiled=True), *low, seeds)
+        merge.merge_tiles(mx(E, F, H, block=128, tiled=True), *low)
+        merge.merge_mxfp4(torch.empty(E, F, H // 2, dtype=BYTE), torch.empty(E, F, H // 32, dtype=BYTE), *low)
         merge.merge_plain(torch.empty(E, F, H, dtype=dtype), *low, seeds)
 
 

@@ -18,6 +18,7 @@ ALL_KEYS = {
     "batch_gradients": False,
     "keep_quantized_weights": True,
     "frozen_experts": "mxfp8",
+    "merge_aware": True,
     "preactivation_dtype": "bf16",
     "min_tokens_per_expert": 256,
     "include": [r"h\.\d+\.moe"],

@@ -4,12 +4,13 @@
 
 import torch
 
-from ds_mxfp8_moe.compute import merging
+from ds_mxfp8_moe.compute import merging, mxfp4
 from ds_mxfp8_moe.compute.formula import LowRank
 from ds_mxfp8_moe.compute.mx import MXTensor
 from ds_mxfp8_moe.ops.mx_format import MXParts
 from ds_mxfp8_moe.ops.triton_kernels import merge as kernels
 from tests.support.conformance import poisoned
+from tests.support.mxfp4_cases import hard
 from tests.support.quantize_cases import equal, hard_values, same, same_values
 
 EXPERTS = 3
@@ -51,6 +52,20 @@ def run_tiles(device: str, rows: int, columns: int, rank: int, dtype: torch.dtyp
                                         *on(device, low), SEEDS.to(device))
             same(found, expected)
     equal("bytes without an update", expected.qdata.view(torch.uint8)[0, :128], data[0, rows:rows + 128])
+
+
+def run_held(device: str, rows: int, columns: int, rank: int, dtype: torch.dtype) -> None:
+    """Frozen weights in both formats, small updates, and those that hide the weights."""
+    weights = hard(EXPERTS, rows, columns)
+    for spread in (0, 12):
+        low = factors(rows, columns, rank, dtype, spread)
+        low.b_ENR[-1, -1, 0] = 1 if spread else float("nan")
+        with poisoned():
+            tiles = mxfp4.unpack_tiles(weights)
+            there = MXParts(tiles.qdata.to(device), tiles.scale_bytes.to(device), 128, tiled=True)
+            same(kernels.merge_tiles(there, *on(device, low)), merging.merge_as_held(tiles, low))
+            found = kernels.merge_mxfp4(*(part.to(device) for part in weights.buffers[:2]), *on(device, low))
+            same(found, merging.merge_as_held(weights, low))
 
 
 def run_plain(device: str, rows: int, columns: int, rank: int, dtype: torch.dtype) -> None:

@@ -200,6 +200,13 @@ def test_recipe_bf16_refuses_a_written_quantization(key, value, allowed):
     parse({"mxfp8_moe": {"recipe": "bf16", key: allowed}})
 
 
+@pytest.mark.parametrize("key, value", [("recipe", "bf16"), ("frozen_experts", "keep")])
+def test_merges_need_experts_that_are_held_quantized(key, value):
+    (line,) = problems(merge_aware=True, **{key: value})
+    assert line == (f'"merge_aware" needs frozen experts in MXFP8 or MXFP4, but "{key}" is "{value}": leave one of '
+                    "the two out")
+
+
 @pytest.mark.parametrize("key, value, needed, transport", [
     ("capacity_factor", 1.5, "nvlink", "collective"), ("nvlink_sms", 8, "nvlink", "hierarchical"),
     ("node_size", 2, "hierarchical", "nvlink"), ("wire", "host", "hierarchical", "collective")])

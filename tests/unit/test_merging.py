@@ -6,8 +6,18 @@ import torch
 
 from ds_mxfp8_moe.compute import merging
 from ds_mxfp8_moe.compute.formula import LowRank
-from ds_mxfp8_moe.compute.merging import KeptShare, merge, merge_as_tiles, merge_update, product, random_bits, seeds_of
+from ds_mxfp8_moe.compute.merging import (
+    KeptShare,
+    merge,
+    merge_as_held,
+    merge_as_tiles,
+    merge_update,
+    product,
+    random_bits,
+    seeds_of,
+)
 from ds_mxfp8_moe.compute.mx import MXTensor, dequantize, quantize_tiles
+from ds_mxfp8_moe.compute.mxfp4 import quantize as quantize_mxfp4
 
 EXPERTS, ROWS, COLUMNS = 2, 1024, 768
 NAMES = ["experts.0.up_proj.weight", "experts.1.up_proj.weight"]
@@ -67,6 +77,23 @@ def test_weights_in_bf16_that_come_from_fp8_are_merged_in_tiles():
     for e, expected in enumerate((merge(tiles, low, seeds()), quantize_tiles(merge(mixed, low, seeds())))):
         assert torch.equal(found.qdata[e].view(torch.uint8), expected.qdata[e].view(torch.uint8))
         assert torch.equal(found.scale_bytes[e], expected.scale_bytes[e])
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("in_mxfp4", [False, True])
+def test_frozen_weights_keep_the_update_by_the_same_bits_in_every_step(in_mxfp4, size):
+    w_ENK, low = weights_and_adapter(size)
+    held = quantize_mxfp4(w_ENK) if in_mxfp4 else quantize_tiles(w_ENK)
+    before = held.values() if in_mxfp4 else held.dequantize(torch.float32)
+    merged = merge_as_held(held, low)
+    after = merged.dequantize(torch.float32)
+    # A block's largest value in MXFP4 is cut if it grows a little.
+    assert share(before, after, low) == pytest.approx(0.98 if in_mxfp4 else 1, abs=0.05)
+    assert not in_mxfp4 or torch.equal(quantize_mxfp4(after).values(), after)
+    again = merge_as_held(held, low)
+    assert torch.equal(again.qdata.view(torch.uint8), merged.qdata.view(torch.uint8))
+    nothing = merge_as_held(held, LowRank(low.a_ERK, torch.zeros_like(low.b_ENR)))
+    assert torch.equal(nothing.dequantize(torch.float32), before)
 
 
 def hard_tiles() -> MXTensor:
