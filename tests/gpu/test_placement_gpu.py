@@ -7,6 +7,8 @@ import torch
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.engine.moving import move_home
+from ds_mxfp8_moe.layers.experts import converted_layers
+from tests.gpu.capture import capture
 from tests.support import models
 from tests.support.adapted_models import adapted, build
 from tests.support.autoep_models import ds_config, model, train_engine
@@ -76,3 +78,31 @@ def balanced() -> list[bool]:
 
 def test_loads_are_counted_on_the_device(pair):
     assert pair.run(balanced, seconds=120) == [[True, True, True, False]] * 2
+
+
+def captured() -> list[bool]:
+    """Whether replays of a layer's forward, captured before any move, have the bits of eager calls after each."""
+    section = {**SECTION, "expert_placement": "balanced", "transport": "nvlink", "capacity_factor": 2.0}
+    config = ds_config(section, 1, torch.distributed.get_world_size(), optimizer=ADAMW, bf16=BF16)
+    net = ds_mxfp8_moe.initialize(model=model(dtype=torch.bfloat16, **SIZES), config=config)[0]
+    experts, alike = converted_layers(net.module)[0], []
+    torch.manual_seed(torch.distributed.get_rank())
+    x_TH = torch.randn(96, SIZES["hidden_size"], device="cuda", dtype=torch.bfloat16)
+    weight_TK, expert_TK = torch.rand(96, 8, device="cuda").softmax(1).topk(2)
+    with torch.no_grad():
+        first = experts(x_TH, expert_TK, weight_TK)
+        torch.cuda.synchronize(), torch.distributed.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with capture(graph):
+            y_TH = experts(x_TH, expert_TK, weight_TK)
+        for seed in (1, 2, 3):
+            move(net, seed)
+            graph.replay()
+            replayed = y_TH.clone()
+            alike += [torch.equal(replayed, first), torch.equal(replayed, experts(x_TH, expert_TK, weight_TK))]
+    torch.cuda.synchronize(), torch.distributed.barrier()  # before the graph's memory goes
+    return alike
+
+
+def test_a_captured_layer_goes_on_after_moves(pair):
+    assert pair.run(captured, seconds=120) == [[True] * 6] * 2
