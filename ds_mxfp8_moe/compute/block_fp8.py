@@ -43,7 +43,7 @@ class Rounding:
         self._signal = self._noise = 0.0
 
     def add(self, before: torch.Tensor, after: torch.Tensor) -> None:
-        """Compares float32 values with what became of them, float32 or an MXTensor. Reads from the device."""
+        """Compares values with what became of them, in float32 or an MXTensor. Reads from the device."""
         difference = (dequantize(after, torch.float32) if isinstance(after, MXTensor) else after) - before
         self.values += before.numel()
         self.changed += int(difference.count_nonzero())

@@ -94,6 +94,15 @@ def transpose_tiles(w_ENK: MXTensor) -> MXTensor:
     return MXTensor.of(kernel(w_ENK.parts), w_ENK.orig_dtype)
 
 
+def pack(w_NK: torch.Tensor, dtype: torch.dtype) -> MXFP4Weights:
+    """mxfp4.quantize of weights [N, K] or [E, N, K]. Where both scales of a block are equally good but for rounding,
+    the kernel may choose the other one."""
+    if not runs_triton(w_NK):
+        return mxfp4.quantize(w_NK, dtype)
+    from ..ops.triton_kernels.pack import pack as kernel
+    return MXFP4Weights(*kernel(w_NK.detach()), dtype)
+
+
 def unpack_tiles(weights: MXFP4Weights, transposed: bool = False) -> MXTensor:
     """mxfp4.unpack_tiles of weights [N, K] or [E, N, K]: what a GEMM multiplies of weights in MXFP4."""
     if not has_kernels(weights.codes.device):

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from ..compute import casts, mxfp4
+from ..compute import casts
 from ..compute.block_fp8 import Rounding
 from ..compute.formula import LowRank
 from ..compute.merging import merge_as_held
@@ -182,7 +182,7 @@ class FrozenMXFP4Weights(FrozenWeights):
 
     def _encoded(self, weight: Weight, scaling_mode: str) -> Sequence[torch.Tensor]:
         if not isinstance(weight, MXFP4Weights):
-            weight = mxfp4.quantize(_values(weight), self.dtype)
+            weight = casts.pack(_values(weight), self.dtype)
         return weight.buffers
 
     def _operand(self, data: torch.Tensor, scale: torch.Tensor, tile: torch.Tensor) -> MXFP4Weights:  # type: ignore[override]
@@ -194,10 +194,10 @@ class FrozenMXFP4Weights(FrozenWeights):
 
 
 def _values(weight: Weight) -> torch.Tensor:
-    """Float32 [N, K]."""
+    """[N, K], exactly: in float32, or in the dtype of the rows."""
     if isinstance(weight, MXTensor):
         return casts.dequantize(weight, torch.float32)
-    return weight.values() if isinstance(weight, MXFP4Weights) else torch.cat([*weight]).float()
+    return weight.values() if isinstance(weight, MXFP4Weights) else torch.cat([*weight])
 
 
 FORMATS = {"mxfp8": FrozenWeights, "mxfp4": FrozenMXFP4Weights}  # by the value of "frozen_experts"

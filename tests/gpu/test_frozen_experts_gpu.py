@@ -15,6 +15,7 @@ from ds_mxfp8_moe.ffn.frozen_weights import FrozenMXFP4Weights, FrozenWeights
 from ds_mxfp8_moe.transport.local import Local
 from tests.support.expert_ffn_cases import RECIPES
 from tests.support.frozen_experts_cases import as_it_is, calls, far_apart
+from tests.support.mxfp4_cases import run_pack
 from tests.support.slow import slow_unless
 
 
@@ -50,6 +51,11 @@ def test_weights_are_read_and_rounded_as_on_the_cpu(changed):
                            unpack_tiles(weight).qdata.view(torch.uint8))
     assert all(torch.equal(one, other.cpu()) for one, other in zip(read[0].buffers, read[1].buffers, strict=True))
     assert roundings[0].changed == roundings[1].changed and (roundings[0].changed > 0) == (changed is far_apart)
+
+
+@pytest.mark.parametrize("shape, dtype", [((768, 2048), torch.bfloat16), ((3, 160, 416), torch.float32)])
+def test_the_kernel_rounds_to_mxfp4_as_plain_torch(shape, dtype):
+    run_pack("cuda", shape, dtype)
 
 
 @pytest.mark.parametrize("recipe, frozen", [

@@ -76,6 +76,8 @@ def casts():
             cast.quantize_weights([scattered, scattered], block, "rceil", transposed)
     cast.dequantize(mx(E, F, H, block=128, tiled=True), F32)
     cast.quantize_weights([torch.empty(E, F, H, dtype=BF16)], 128, "rceil", True)
+    for dtype in (BF16, F32):
+        module("pack").pack(torch.empty(E, F, H, dtype=dtype))
     for rows in (F, F + 32):
         module("transpose_tiles").transpose_tiles(mx(E, rows, H, block=128, tiled=True))
         for transposed in (False, True):
@@ -319,7 +321,7 @@ def test_casts_to_e4m3_are_the_hardware_s(launches):
 
 def test_subnormals_are_not_flushed(launches):
     """But for what exp2 and rsqrt flush, which is nothing beside 1."""
-    of_values = [launch for launch in launches if re.search(r"\.(quantize|activation|unpack)\.", launch.kernel)]
+    of_values = [launch for launch in launches if re.search(r"\.(quantize|activation|pack|unpack)\.", launch.kernel)]
     assert not [launch.kernel for launch in of_values
                 if ".ftz" in re.sub(r"(ex2|rsqrt)\.approx\.ftz", "", launch.ptx)]
 

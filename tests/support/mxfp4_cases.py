@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights in MXFP4, and the kernel that unpacks them against plain torch, to the byte."""
+"""Weights in MXFP4, and the kernels that unpack and make them, against plain torch."""
 
 import torch
 
@@ -43,3 +43,29 @@ def run_unpack(device: str, experts: int, rows: int, columns: int) -> None:
             assert actual.qdata.is_contiguous() and actual.scale_bytes.is_contiguous()
         one = MXFP4Weights(*(buffer[1] for buffer in weights.buffers), weights.dtype)
         same(unpack_tiles(*(buffer.to(device) for buffer in one.buffers), False), mxfp4.unpack_tiles(one))
+
+
+def run_pack(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """To the byte, but for blocks where both scales are equally good but for the rounding of a sum."""
+    from ds_mxfp8_moe.ops.triton_kernels.pack import pack
+    from tests.support.conformance import poisoned
+
+    w = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.02
+    w[..., 1, :], w[..., 2, :32] = -0.0, torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6, -0.25, -5, *[6] * 22])
+    w[..., 3, :32] *= 2.0**-130  # subnormal
+    w[..., 4, :32] *= 2.0**120
+    w[..., 5, 7], w[..., 6, 40] = float("nan"), float("-inf")
+    w = w.to(dtype)
+    with poisoned():
+        codes, scales, tiles = (part.cpu() for part in pack(w.to(device)))
+    wanted = mxfp4.quantize(w)
+    assert torch.equal(scales == 255, wanted.scale_bytes == 255)
+    assert (scales == 255).sum() == 2 * w[..., 0, 0].numel()
+    found = MXFP4Weights.of(codes, scales, wanted.dtype)
+    assert torch.equal(tiles, found.tile_bytes)
+    other = scales != wanted.scale_bytes
+    errors = [(one.values() - w.float()).unflatten(-1, (-1, 32)).square().sum(-1)[other] for one in (found, wanted)]
+    torch.testing.assert_close(*errors, rtol=1e-5, atol=0)
+    assert other.float().mean() < 1e-3
+    same = ~(other | (scales == 255)).repeat_interleave(16, -1)
+    assert torch.equal(codes[same], wanted.codes[same])
