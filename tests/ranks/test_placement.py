@@ -64,13 +64,14 @@ def test_copies_of_experts_move_alike(ranks4, stage, changes):
         assert len({*losses}) == 6
 
 
-def of_lora(form: str, stage: int, **changes) -> list[float]:
-    section = {**MXFP8, "frozen_experts": form}
+def of_lora(form: str, stage: int, merge_aware: bool = False, **changes) -> list[float]:
+    section = {**MXFP8, "frozen_experts": form, "merge_aware": merge_aware}
     return assert_alike(lambda: build(adapted(**changes), section, stage), two_steps)
 
 
 @pytest.mark.parametrize("form, stage, changes", [
-    ("mxfp8", 1, {}), ("mxfp4", 2, {}), ("keep", 1, {"family": "gpt_oss"}), ("mxfp8", 3, {"family": "gpt_oss"})])
+    ("mxfp8", 1, {}), ("mxfp4", 2, {}), ("mxfp8", 2, {"merge_aware": True}),
+    ("keep", 1, {"family": "gpt_oss"}), ("mxfp8", 3, {"family": "gpt_oss"})])
 def test_adapters_follow_experts(ranks2, form, stage, changes):
     for losses in ranks2.run(of_lora, form, stage, **changes):
         assert len({*losses}) == 6
