@@ -25,21 +25,20 @@ TILES_TILE, PLAIN_TILE = Tile(128, 128, 16), Tile(32, 128, 8)
 
 
 @triton.jit
-def _update(a_ptr, b_ptr, m, n, M, RANK, N: tl.constexpr):
-    """b[m] a[:, n], summed in the order of the rank, in float32."""
-    b_ptr += m * RANK
-    a_ptr += n
-    update = tl.zeros([m.shape[0], n.shape[0]], tl.float32)
+def _update(a_ptr, b_ptr, height, width, RANK, BM: tl.constexpr, BN: tl.constexpr, N: tl.constexpr):
+    """Of a tile: products of the rows of b and the columns of a, summed in the order of the rank, in float32."""
+    row, column = tl.arange(0, BM), tl.arange(0, BN)
+    update = tl.zeros([BM, BN], tl.float32)
     for r in range(RANK):
-        b = tl.load(b_ptr + r, m < M, other=0.0).to(tl.float32)
-        a = tl.load(a_ptr + r * N, n < N, other=0.0).to(tl.float32)
+        b = tl.load(b_ptr + (row * RANK + r), row < height, other=0.0).to(tl.float32)
+        a = tl.load(a_ptr + r * N + column, column < width, other=0.0).to(tl.float32)
         update += b[:, None] * a[None, :]
     return update
 
 
 @triton.jit
 def _random_bits(seeds_ptr, index):
-    """merging.random_bits of the values at `index`, int64."""
+    """merging.random_bits of the values at `index`."""
     x = index.to(tl.uint32) ^ tl.load(seeds_ptr).to(tl.uint32, bitcast=True)
     x ^= x >> 16
     x = x * 0x7FEB352D + tl.load(seeds_ptr + 1).to(tl.uint32, bitcast=True)
@@ -64,25 +63,25 @@ def _merge_tiles_kernel(data_ptr, data_stride, scale_ptr, scale_stride, a_ptr, b
     tiles_n: tl.constexpr = (N + B - 1) // B
     expert = tl.program_id(1).to(tl.int64)
     m0, n0 = tile_origin(N, B, B, 1)
-    m, n = m0 + tl.arange(0, B), n0 + tl.arange(0, B)
-    mask = (m < M)[:, None] & (n < N)[None, :]
-    origin = m0 * N + n0
-    offset = tl.arange(0, B)[:, None] * N + tl.arange(0, B)[None, :]
+    height, width, origin = tl.minimum(M - m0, B).to(tl.int32), N - n0, m0 * N + n0
+    row, column = tl.arange(0, B), tl.arange(0, B)
+    mask = (row < height)[:, None] & (column < width)[None, :]
+    offset = row[:, None] * N + column[None, :]
     tile = m0 // B * tiles_n + n0 // B
-    before = tl.load(data_ptr + expert * data_stride + origin + offset, mask, other=0)
+    before = tl.load(data_ptr + (expert * data_stride + origin) + offset, mask, other=0)
     byte_before = tl.load(scale_ptr + expert * scale_stride + tile + tl.arange(0, 1)[:, None])
-    update = _update(a_ptr + expert * RANK * N, b_ptr + expert * M * RANK, m, n, M, RANK, N)
+    update = _update(a_ptr + (expert * RANK * N + n0), b_ptr + (expert * M + m0) * RANK, height, width, RANK, B, B, N)
     merged = tl.where(mask, from_e4m3(before) * power_of_two(byte_before) + update, 0.0)
     byte, inverse = new_scale(tl.max(largest_in_rows(merged, B), axis=0)[:, None], False)
     x = merged * inverse
     lift = tl.where(tl.abs(x) < LEAST_NORMAL, LEAST_NORMAL, 0.0)
-    bits = _random_bits(seeds_ptr + expert * seeds_stride, origin + offset)
+    bits = _random_bits(seeds_ptr + expert * seeds_stride, origin.to(tl.int32) + offset)
     rounded = _kept_bits(tl.abs(x) + lift, bits, 0xFFFFF) - lift
     sign = (x.to(tl.uint32, bitcast=True) >> 24 & 0x80).to(tl.uint8)
     data = rounded.to(tl.float8e4nv).to(tl.uint8, bitcast=True) | sign
     data = tl.where(byte == 255, 0x7F, data).to(tl.uint8)
     changed = tl.max(tl.max((mask & (update != 0)).to(tl.int32), axis=1), axis=0) != 0
-    tl.store(out_ptr + expert * M * N + origin + offset, tl.where(changed, data, before), mask)
+    tl.store(out_ptr + (expert * M * N + origin) + offset, tl.where(changed, data, before), mask)
     tl.store(out_scale_ptr + expert * tl.cdiv(M, B) * tiles_n + tile + tl.arange(0, 1)[:, None],
              tl.where(changed, byte, byte_before))
 
@@ -116,17 +115,20 @@ def _merge_mxfp4_kernel(words_ptr, scale_ptr, a_ptr, b_ptr, out_ptr, out_scale_p
     tiles_n: tl.constexpr = (N + B - 1) // B
     expert = tl.program_id(1).to(tl.int64)
     m0, n0 = tile_origin(N, B, B, 1)
-    m, n = m0 + tl.arange(0, B), n0 + tl.arange(0, B)
-    mask = (m < M)[:, None] & (n < N)[None, :]
-    word, block = n0 // 8 + tl.arange(0, B // 8), n0 // 32 + tl.arange(0, B // 32)
-    words = tl.load(words_ptr + expert * M * (N // 8) + m[:, None] * (N // 8) + word[None, :],
-                    (m < M)[:, None] & (word < N // 8)[None, :], other=0)
-    scale = tl.load(scale_ptr + expert * M * (N // 32) + m[:, None] * (N // 32) + block[None, :],
-                    (m < M)[:, None] & (block < N // 32)[None, :], other=0)
+    height, width, origin = tl.minimum(M - m0, B).to(tl.int32), N - n0, m0 * N + n0
+    row, column = tl.arange(0, B), tl.arange(0, B)
+    mask = (row < height)[:, None] & (column < width)[None, :]
+    word, block = tl.arange(0, B // 8), tl.arange(0, B // 32)
+    words = tl.load(words_ptr + (expert * M * (N // 8) + m0 * (N // 8) + n0 // 8) +
+                    (row[:, None] * (N // 8) + word[None, :]),
+                    (row < height)[:, None] & (word * 8 < width)[None, :], other=0)
+    scale = tl.load(scale_ptr + (expert * M * (N // 32) + m0 * (N // 32) + n0 // 32) +
+                    (row[:, None] * (N // 32) + block[None, :]),
+                    (row < height)[:, None] & (block * 32 < width)[None, :], other=0)
     # The three lower bits of an e2m1 value, as exponent and mantissa of a float32, are 2^-126 of it.
     nibble = words[:, :, None] << (28 - 4 * tl.arange(0, 8))[None, None, :]
     held = tl.reshape(((nibble >> 6) & -0x7E400000).to(tl.float32, bitcast=True) * 2.0**126, [B, B // 32, 32])
-    update = _update(a_ptr + expert * RANK * N, b_ptr + expert * M * RANK, m, n, M, RANK, N)
+    update = _update(a_ptr + (expert * RANK * N + n0), b_ptr + (expert * M + m0) * RANK, height, width, RANK, B, B, N)
     merged = tl.reshape(held * power_of_two(scale)[:, :, None], [B, B]) + update
     merged = tl.where(mask, merged, 0.0)
 
@@ -135,15 +137,15 @@ def _merge_mxfp4_kernel(words_ptr, scale_ptr, a_ptr, b_ptr, out_ptr, out_scale_p
     size = tl.reshape(tl.abs(merged), [B, B // 32, 32])
     chosen = lower + (_error(size, lower + 1) < _error(size, lower)).to(tl.int32)
     units, step = _over_scale(size, chosen)
-    offset = tl.arange(0, B)[:, None] * N + tl.arange(0, B)[None, :]
-    bits = _random_bits(words_ptr + expert * M * (N // 8), m0 * N + n0 + offset)
+    offset = row[:, None] * N + column[None, :]
+    bits = _random_bits(words_ptr + expert * M * (N // 8), origin.to(tl.int32) + offset)
     random = tl.reshape((bits & 0xFFFF).to(tl.float32), [B, B // 32, 32]) * 2.0**-16
     whole = (units + random).to(tl.int32).to(tl.float32)
     rounded = whole * step * power_of_two(chosen)[:, :, None]
     rounded = tl.reshape(tl.where((exponent == 255)[:, :, None], float("nan"), rounded), [B, B])
     byte, inverse = new_scale(tl.max(largest_in_rows(rounded, B), axis=0)[:, None], False)
     sign = tl.where(byte == 255, 0, merged.to(tl.uint32, bitcast=True) >> 24 & 0x80).to(tl.uint8)
-    tl.store(out_ptr + expert * M * N + m0 * N + n0 + offset, to_e4m3(rounded, inverse) | sign, mask)
+    tl.store(out_ptr + (expert * M * N + origin) + offset, to_e4m3(rounded, inverse) | sign, mask)
     tl.store(out_scale_ptr + expert * tl.cdiv(M, B) * tiles_n + m0 // B * tiles_n + n0 // B +
              tl.arange(0, 1)[:, None], byte)
 
@@ -154,18 +156,19 @@ def _merge_plain_kernel(w_ptr, a_ptr, b_ptr, seeds_ptr, out_ptr, M, RANK, N: tl.
                         BN: tl.constexpr):
     expert = tl.program_id(1).to(tl.int64)
     m0, n0 = tile_origin(N, BM, BN, 1)
-    m, n = m0 + tl.arange(0, BM), n0 + tl.arange(0, BN)
-    mask = (m < M)[:, None] & (n < N)[None, :]
-    origin = m0 * N + n0
-    offset = tl.arange(0, BM)[:, None] * N + tl.arange(0, BN)[None, :]
-    before = tl.load(w_ptr + expert * M * N + origin + offset, mask, other=0.0)
-    update = _update(a_ptr + expert * RANK * N, b_ptr + expert * M * RANK, m, n, M, RANK, N)
+    height, width, origin = tl.minimum(M - m0, BM).to(tl.int32), N - n0, m0 * N + n0
+    row, column = tl.arange(0, BM), tl.arange(0, BN)
+    mask = (row < height)[:, None] & (column < width)[None, :]
+    offset = row[:, None] * N + column[None, :]
+    before = tl.load(w_ptr + (expert * M * N + origin) + offset, mask, other=0.0)
+    update = _update(a_ptr + (expert * RANK * N + n0), b_ptr + (expert * M + m0) * RANK, height, width, RANK, BM, BN,
+                     N)
     merged = before.to(tl.float32) + update
     if w_ptr.dtype.element_ty == tl.bfloat16:
-        bits = _random_bits(seeds_ptr + expert * 2, origin + offset)
+        bits = _random_bits(seeds_ptr + expert * 2, origin.to(tl.int32) + offset)
         merged = tl.where(merged != merged, merged, _kept_bits(merged, bits, 0xFFFF))
     after = tl.where(update == 0, before, merged.to(out_ptr.dtype.element_ty))
-    tl.store(out_ptr + expert * M * N + origin + offset, after, mask)
+    tl.store(out_ptr + (expert * M * N + origin) + offset, after, mask)
 
 
 def merge_tiles(w_ENK: MXParts, a_ERK: torch.Tensor, b_ENR: torch.Tensor,
