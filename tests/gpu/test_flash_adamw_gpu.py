@@ -85,7 +85,7 @@ def loaded(directory, stage: int, kind: str, universal: bool = False) -> tuple[l
 
 
 def has_correction(masters: torch.Tensor) -> bool:
-    return (masters.bfloat16() != masters).float().mean() > 0.8
+    return (masters.bfloat16() != masters).float().mean() > 0.5
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -97,7 +97,7 @@ def test_other_precisions_go_on_with_a_checkpoint(gpu_ranks, tmp_path, stage, wr
                                                    strict=True):
         n = min(len(expected), len(masters))  # AdamW's have padding
         assert torch.allclose(masters[:n], expected[:n], rtol=2.0**-15, atol=1e-30) and has_correction(masters)
-        assert last == pytest.approx(losses[4:], rel=1e-2)
+        assert last == pytest.approx(losses[4:], rel=2e-3)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -108,7 +108,7 @@ def test_a_universal_checkpoint_keeps_masters_and_moments(gpu_ranks, tmp_path, s
     for (losses, _), (last, masters) in zip(expected, gpu_ranks.run(loaded, tmp_path, stage, kind, True, seconds=120),
                                             strict=True):
         assert has_correction(masters)
-        assert last == pytest.approx(losses[4:], rel=1e-2)
+        assert last == pytest.approx(losses[4:], rel=2e-3)
 
 
 PRECISIONS = dict(zip(memory.PRECISIONS, OPTIMIZERS.values(), strict=True))

@@ -21,6 +21,8 @@ OPTIMIZERS = {None: {"torch_adam": True, "fused": True}, "torch AdamW, not fused
               "DeepSpeed's AdamW": {}}
 # Adam's moments in 8 bits, and masters in float32, or in bf16 with 8 bits of correction. Our engines alone know it.
 FLASH, FLASH_BF16 = "flashoptim.FlashAdamW", "flashoptim.FlashAdamW, masters in bf16"
+ON_THE_HOST = "DeepSpeedCPUAdam, on the host"
+OFFLOADED = {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}
 FLASH_ON_CPU = {"quantize": False, "fused": False, "master_weight_bits": None}
 BF16_MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 OWN, LARGE_CHUNKS = "transformers' loss", "Liger's loss in large chunks"
@@ -44,6 +46,8 @@ def optimizer_config(optimizer: str | None, params: dict) -> dict:
         masters = {"bf16": BF16_MASTERS} if optimizer == FLASH_BF16 else {}
         params = {key: value for key, value in params.items() if key not in OPTIMIZERS[None]}
         return {"optimizer": {"type": "FlashAdamW", "params": params | ({} if on_gpu() else FLASH_ON_CPU)}, **masters}
+    if optimizer == ON_THE_HOST:
+        return {"optimizer": {"type": "AdamW", "params": params}, "zero_optimization": OFFLOADED}
     return {"optimizer": {"type": "AdamW", "params": {**params, **OPTIMIZERS[optimizer]}}}
 
 

@@ -13,6 +13,7 @@ exchanges nothing. Over several, as many experts for each are spread.
     python examples/benchmarks/training/whole_model.py --cases short   # again, until nothing is lacking
     python examples/benchmarks/training/whole_model.py --cases guide   # for the table of guides/fast_training.md
     python examples/benchmarks/training/whole_model.py --cases memory  # for guides/memory.md, --out ..._memory.json
+    python examples/benchmarks/training/whole_model.py --cases offload  # ZeRO-Offload, --out ..._offload.json
     torchrun --nproc-per-node 8 examples/benchmarks/training/whole_model.py --models Qwen3-30B-A3B
 
 Rows are added to what the result file has, so that a run of ten minutes goes on where the last one ended. Times come
@@ -388,7 +389,7 @@ def runs_of(args: argparse.Namespace) -> list[Run]:
 
 
 def main() -> None:
-    parser = run.timed_parser(__doc__, budget=15, seconds=540, more_cases=("guide", "memory", "published"))
+    parser = run.timed_parser(__doc__, budget=15, seconds=540, more_cases=("guide", "memory", "offload", "published"))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME",
                         help=f"some of {', '.join(MODELS)} (default: all)")
     parser.add_argument("--training", nargs="+", choices=(FULL, LORA), default=[FULL, LORA], help="default: both")
