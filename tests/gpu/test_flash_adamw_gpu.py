@@ -88,20 +88,18 @@ def has_correction(masters: torch.Tensor) -> bool:
     return (masters.bfloat16() != masters).float().mean() > 0.5
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("writer, reader", [("AdamW", "24 bits"), ("32 bits", "float32"), ("24 bits", "AdamW"),
-                                            ("float32", "32 bits")])
+@pytest.mark.parametrize("stage, writer, reader", [
+    (1, "AdamW", "24 bits"), (1, "float32", "32 bits"), (2, "32 bits", "float32"), (3, "AdamW", "32 bits"),
+    (3, "24 bits", "AdamW")])
 def test_other_precisions_go_on_with_a_checkpoint(gpu_ranks, tmp_path, stage, writer, reader):
     for (losses, expected), (last, masters) in zip(gpu_ranks.run(saved, tmp_path, stage, writer, seconds=120),
                                                    gpu_ranks.run(loaded, tmp_path, stage, reader, seconds=120),
                                                    strict=True):
-        n = min(len(expected), len(masters))  # AdamW's have padding
-        assert torch.allclose(masters[:n], expected[:n], rtol=2.0**-15, atol=1e-30) and has_correction(masters)
+        assert torch.allclose(masters, expected, rtol=2.0**-15, atol=1e-12) and has_correction(masters)
         assert last == pytest.approx(losses[4:], rel=2e-3)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("kind", ["float32", "24 bits", "32 bits"])
+@pytest.mark.parametrize("stage, kind", [(1, "24 bits"), (2, "float32"), (3, "24 bits"), (3, "32 bits")])
 def test_a_universal_checkpoint_keeps_masters_and_moments(gpu_ranks, tmp_path, stage, kind):
     expected = gpu_ranks.run(saved, tmp_path, stage, kind, seconds=120)
     to_universal(tmp_path)
@@ -124,10 +122,10 @@ def measured(stage: int, precision: str) -> tuple[float, float]:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_bytes_of_a_parameter(gpu_ranks, precision, stage):
+def test_bytes_of_a_parameter(pair, precision, stage):
     expert, each, spread = memory.bytes_of(precision, stage)
-    for found in gpu_ranks.run(measured, stage, precision, seconds=120):
-        assert found == pytest.approx((expert, each + spread / gpu_ranks.world_size), abs=0.3)
+    for found in pair.run(measured, stage, precision, seconds=120):
+        assert found == pytest.approx((expert, each + spread / 2), abs=0.3)
 
 
 def held(optimizer: dict, bf16: dict) -> float:
