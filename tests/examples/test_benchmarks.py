@@ -40,7 +40,7 @@ from tests.support import emulator
 from tests.support.launched_model import MODEL
 from tests.support.rank_pool import free_port
 from tests.support.slow import slow_except
-from training import changes, convergence, convergence_results, front_page, train, whole_model
+from training import changes, convergence, convergence_results, front_page, frozen_quality, train, whole_model
 from training.convergence import BF16, NUDGED, OWN, RECIPES, YARDSTICK, Run
 from training.train import AUTOEP, CLASSIC, HP, MXFP8, OURS_BF16
 
@@ -522,6 +522,8 @@ SCRIPTS = {
                              {whole_model.PLAIN, whole_model.DEFAULT}),
     "training.frozen_quality": (run_script, 1, ("--base", "base", "--base_steps", "2", "--steps", "2", "--seeds", "1"),
                                 dict(HELDOUT_WINDOWS=8), set()),
+    "training.merge_quality": (run_script, 1, ("--base", "base", "--base_steps", "2", "--steps", "2", "--seeds", "1",
+                                               "--rate", "0.01"), {}, set()),
     "training.convergence": (study, 2, (), {}, {BF16, "default_128", *convergence.OPTIMIZERS}),
     "training.convergence, own": (own_study, 2, (), {}, {BF16, OWN, YARDSTICK}),
     "training.from_files": (run_script, 1, (*BRIEF, "--folders", "."), {}, set()),
@@ -541,6 +543,20 @@ def test_all_results_of_a_script_are_right(request, name, tmp_path, monkeypatch)
     rows = request.getfixturevalue(f"ranks{ranks}").run(run, name.split(",")[0], tmp_path / "x.json", *arguments,
                                                         **constants)[0]
     assert names <= {row["contender"] for row in rows}
+
+
+def test_nf4_is_that_of_bitsandbytes():
+    """Its table, by its code. With bitsandbytes 0.50.2, all bits of random weights were the same."""
+    values = frozen_quality.nf4_values()
+    known = {1: -0.6961928009986877, 6: -0.09105003625154495, 7: 0, 8: 0.07958029955625534, 14: 0.7229568362236023}
+    assert len(values) == 16 and values[[0, 15]].tolist() == [-1, 1]
+    assert [values[i].item() for i in known] == pytest.approx([*known.values()], abs=1e-8)
+    w = torch.randn(4, 96).bfloat16()
+    w[0, :64] = 0
+    blocks, rounded = (x.float().view(-1, 64) for x in (w, frozen_quality.rounded_to_nf4(w)))
+    grid = values * blocks.abs().amax(1, keepdim=True)
+    nearest = (blocks.unsqueeze(2) - grid.unsqueeze(1)).abs().min(2).values
+    torch.testing.assert_close((blocks - rounded).abs(), nearest, rtol=0, atol=2**-7)
 
 
 # ---- result files, tables and bars ----------------------------------------------------------------------------------
