@@ -22,7 +22,7 @@ from tests.support.spread_checkpoints_cases import to_universal
 from tests.support.trainers import trainer_of
 
 SECTION = {"enabled": True, "recipe": "bf16"}
-FLASH, ADAMW_OF_TORCH = "by the config", "torch's"
+FLASH, ADAMW_OF_TORCH, ADAMW_OF_DEEPSPEED = "by the config", "torch's", "DeepSpeed's"
 ADAMW = {"lr": 1e-3, "betas": [0.8, 0.95], "eps": 1e-4, "weight_decay": 0.1}
 ON_CPU = {"quantize": False, "fused": False}
 ASKED = {"gradient_clipping": 0.5, "gradient_accumulation_steps": 2, "scheduler": {
@@ -45,8 +45,8 @@ def started(stage: int, how: str, ep_size: int = 2, seed: int = 0, **changes):
         # Without a GPU, nothing corrects masters in bf16.
         bits = {"master_weight_bits": None} if "bf16" in changes else {}
         config["optimizer"] = {"type": "FlashAdamW", "params": {**ADAMW, **ON_CPU, **bits}}
-    elif how == "torch's":
-        config["optimizer"] = {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}}
+    elif how in (ADAMW_OF_TORCH, ADAMW_OF_DEEPSPEED):
+        config["optimizer"] = {"type": "AdamW", "params": {**ADAMW, "torch_adam": how == ADAMW_OF_TORCH}}
     else:
         from flashoptim import FlashAdamW
 
@@ -107,7 +107,9 @@ def test_a_checkpoint_goes_on_with_the_same_bits(ranks2, tmp_path, stage, change
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=WIDE), 3])
-@pytest.mark.parametrize("hows", [(ADAMW_OF_TORCH, FLASH), (FLASH, ADAMW_OF_TORCH)], ids=str)
+@pytest.mark.parametrize("hows", [
+    (ADAMW_OF_TORCH, FLASH), (FLASH, ADAMW_OF_TORCH), *(pytest.param(hows, marks=WIDE) for hows in (
+        (ADAMW_OF_DEEPSPEED, FLASH), (FLASH, ADAMW_OF_DEEPSPEED)))], ids=str)
 def test_adamw_and_flash_adamw_go_on_with_each_others_checkpoints(ranks2, tmp_path, stage, hows):
     for losses, last in ranks2.run(resumed, tmp_path, stage, {}, hows):
         assert last == pytest.approx(losses[4:], rel=1e-5)
@@ -169,9 +171,8 @@ def four_steps(section: dict | None, stage: int, changes: dict) -> list[float]:
 
 
 # DeepSpeed compiles its Adam for the host, and Muon's kernels: a minute each.
-@pytest.mark.wide
-@pytest.mark.slow
-@pytest.mark.parametrize("stage, changes", [(2, MUON), (1, ON_THE_HOST), (3, ON_THE_HOST)], ids=str)
+@pytest.mark.parametrize("stage, changes", [
+    pytest.param(*case, marks=WIDE) for case in ((2, MUON), (1, ON_THE_HOST), (3, ON_THE_HOST))], ids=str)
 def test_other_optimizers_train_as_without_expert_parallelism(ranks2, stage, changes):
     for losses, plain in zip(ranks2.run(four_steps, SECTION, stage, changes),
                              ranks2.run(four_steps, None, stage, changes), strict=True):
