@@ -62,7 +62,8 @@ def parts_of(optimizer: Any, parameter: torch.nn.Parameter) -> Iterator[Part]:
         shard = parameter.ds_tensor.view(-1)
         start = dist.get_rank(group=parameter.ds_process_group) * len(shard)
         yield Part(shard, start)
-        if parameter.data.numel() == parameter.ds_numel:  # ZeRO-3 keeps a small one whole, too
+        # ZeRO-3 keeps a small one whole, too, which on one rank is the same memory.
+        if parameter.data.numel() == parameter.ds_numel and parameter.data_ptr() != shard.data_ptr():
             yield Part(parameter.data.view(-1), 0)
         yield from _of_stage_3(optimizer, parameter, start)
         return

@@ -7,7 +7,7 @@ What every rank has whole (biases, adapters) stays where it is.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ def move_experts(engine: DeepSpeedEngine, wanted: Mapping[Any, Sequence[Sequence
     Raises:
         RuntimeError: the optimizer keeps states in a form that cannot be moved. Or see PeerError.
     """
-    with weights_change(engine, of_frozen=True):
+    with weights_change(engine, of_frozen=True) if wanted else nullcontext():
         for layer, experts_RL in wanted.items():
             _exchange(engine, layer, layer.mxfp8_placement.experts_RL, experts_RL)
             layer.mxfp8_placement.move(experts_RL)

@@ -57,7 +57,8 @@ def test_training_is_that_of_fixed_experts(ranks2, family, stage, changes):
 
 
 @pytest.mark.parametrize("stage, changes", [
-    (1, {"ep_size": 4}), (2, {**ADAM, **BF16, "zero_optimization": {"round_robin_gradients": True}}), (3, ADAM)],
+    (1, {"ep_size": 4}), (2, {**ADAM, **BF16, "zero_optimization": {"round_robin_gradients": True}}), (3, ADAM),
+    (3, {"zero_optimization": {"stage3_param_persistence_threshold": 10**6}})],
                          ids=str)
 def test_copies_of_experts_move_alike(ranks4, stage, changes):
     for losses in ranks4.run(of_autoep, "qwen3_moe", stage, **changes):

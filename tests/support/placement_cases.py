@@ -3,10 +3,12 @@
 
 import random
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 
 import ds_mxfp8_moe
+from ds_mxfp8_moe.engine import moving
 from ds_mxfp8_moe.engine.moving import move_experts, move_home
 from ds_mxfp8_moe.layers.experts import converted_layers
 from ds_mxfp8_moe.layers.placement import Placement
@@ -22,13 +24,14 @@ def shuffled(num_ranks: int, num_local_experts: int, seed: int) -> list[list[int
 
 
 def move(engine, seed: int) -> None:
-    """Moves the experts of all layers, to other places in each layer."""
+    """Moves the experts of all layers, to other places in each layer, in many buckets."""
     wanted = {}
     for i, layer in enumerate(converted_layers(engine.module)):
         if layer.mxfp8_placement is None:
             layer.mxfp8_placement = Placement(layer.ep_size, layer.num_local_experts, layer.mxfp8_settings.device)
         wanted[layer] = shuffled(layer.ep_size, layer.num_local_experts, seed + i)
-    move_experts(engine, wanted)
+    with mock.patch.object(moving, "BUCKET_BYTES", 5000):
+        move_experts(engine, wanted)
 
 
 def exported(net) -> dict[str, torch.Tensor]:
