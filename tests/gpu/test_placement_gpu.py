@@ -19,7 +19,7 @@ ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 BF16 = {"enabled": True}
 BF16_MASTERS = {**BF16, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 SECTION = {"enabled": True, "graph_attention": False}
-SIZES = {"hidden_size": 256, "moe_intermediate_size": 256, "use_cache": False}
+SIZES = {"hidden_size": 128, "moe_intermediate_size": 128, "use_cache": False}
 
 
 def of_autoep(stage: int, optimizer: dict, bf16: dict):

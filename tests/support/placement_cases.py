@@ -30,7 +30,7 @@ def move(engine, seed: int) -> None:
         if layer.mxfp8_placement is None:
             layer.mxfp8_placement = Placement(layer.ep_size, layer.num_local_experts, layer.mxfp8_settings.device)
         wanted[layer] = shuffled(layer.ep_size, layer.num_local_experts, seed + i)
-    with mock.patch.object(moving, "BUCKET_BYTES", 5000):
+    with mock.patch.object(moving, "BUCKET_BYTES", 12000):
         move_experts(engine, wanted)
 
 
