@@ -213,7 +213,7 @@ class ExpertTensors:
         for name, weight in zip(names, weights, strict=True):
             if weight.dtype not in DTYPES:
                 raise TypeError(f"{name} has dtype {weight.dtype} and no scales in the checkpoint; expected "
-                                f"{', '.join(map(str, DTYPES))}, or block FP8 or MXFP4")
+                                f"{', '.join(map(str, DTYPES))}, or block FP8, MXFP4 or NVFP4")
         weight_1NK = self._convert(stack, [weight.to(self._dtype) for weight in weights])
         _check_shape(names[0], weight_1NK[0], self._shapes[stack])
         parts = [self._layout.split_down(weight_1NK)] if stack == DOWN else self._layout.split_up(weight_1NK)

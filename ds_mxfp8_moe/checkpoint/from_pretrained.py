@@ -2,8 +2,8 @@
 """Loads a Hugging Face model whose experts never exist in high precision: from files into MXFP8 or MXFP4.
 
 transformers builds the model without memory and loads all of it but the experts. The experts' tensors are read from
-the files one by one, each rank only its own, and quantized on the device: bf16, block FP8 or MXFP4, single experts or
-stacks of them.
+the files one by one, each rank only its own, and quantized on the device: bf16, block FP8, MXFP4 or NVFP4, single
+experts or stacks of them.
 """
 
 import os
@@ -28,6 +28,7 @@ from ..layers.held_experts import HeldExperts, holds_experts, read_before, say_r
 from ..recognition.stacked import DOWN, Layout, is_stacked
 from ..transport.agreement import check_same_arguments
 from ..transport.deadline import failure_in_world
+from .nvfp4 import is_nvfp4
 
 
 def from_pretrained(name_or_path: str | os.PathLike, ds_config: dict | str | os.PathLike, model_class: Any = None,
@@ -116,7 +117,7 @@ class _Loader:
         """This rank's part of `from_pretrained`."""
         import transformers
         from transformers.integrations import deepspeed as zero3
-        from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
+        from transformers.quantizers import AutoHfQuantizer
 
         from .shards import check_index  # safetensors comes with transformers
 
@@ -136,8 +137,7 @@ class _Loader:
         with ExitStack() as stack:
             stack.enter_context(patched(transformers.PreTrainedModel, "_load_pretrained_model",
                                         partial(self._load_weights, device, folder)))
-            # Experts are all that is in MXFP4, so transformers reads the rest as in a model in bf16.
-            stack.enter_context(patched(Mxfp4HfQuantizer, "validate_environment", _dequantizing))
+            stack.enter_context(patched(AutoHfQuantizer, "supports_quant_method", _needs_quantizer))
             # The engine partitions what there is to partition. transformers would make experts in bf16 for that.
             stack.enter_context(lent(zero3, "_hf_deepspeed_config_weak_ref", None))
             model = (model_class or transformers.AutoModelForCausalLM).from_pretrained(
@@ -231,8 +231,15 @@ def _check_loaded(info: Any, load_config: Any, held: dict[str, HeldExperts]) -> 
         raise RuntimeError("; ".join(f"{name} {problem}" for name, problem in sorted(problems.items())[:10]))
 
 
-def _dequantizing(plain: Any, quantizer: Any, *args, **kwargs) -> None:
-    quantizer.quantization_config.dequantize = True
+def _needs_quantizer(plain: Any, quantization: dict) -> bool:
+    """Whether transformers has to quantize a model before it loads it. Only experts are in MXFP4. Weights in NVFP4 are
+    read as if the files had them in high precision."""
+    if is_nvfp4(quantization) or quantization.get("quant_method") == "mxfp4":
+        return False
+    if quantization.get("quant_method") == "modelopt":  # of which transformers would take values without their scales
+        raise ConfigError(f"the checkpoint is in ModelOpt's format {shown(quantization.get('quant_algo'))}, and "
+                          "from_pretrained reads NVFP4 alone of ModelOpt's: use the model's files in bf16")
+    return plain(quantization)
 
 
 def _hold(model: nn.Module, name: str, experts: nn.Module, dtype: torch.dtype, device: torch.device) -> HeldExperts:

@@ -12,6 +12,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 
+from . import nvfp4
 from .reading import FileReads
 
 # As headers of safetensors call them.
@@ -54,7 +55,10 @@ class _Entry(NamedTuple):
 class ShardReader:
     """Tensors of a checkpoint's files, which are read onto a device. Use it in a `with` statement.
 
+    Of a weight in NVFP4, the values are one tensor in float32, under the name of a weight in high precision.
+
     Attributes:
+        names: of the tensors, without scales of activations.
         reads: the files.
     """
 
@@ -63,7 +67,8 @@ class ShardReader:
             folder: in which the files must lie, whatever the checkpoint's index says.
 
         Raises:
-            RuntimeError: a file cannot be read or lies elsewhere, or two of them have the same tensor.
+            RuntimeError: a file cannot be read or lies elsewhere, or two of them have the same tensor. Or weights
+                beside some in NVFP4 are in another quantized format.
         """
         self.reads = FileReads(device)
         self._entries: dict[str, _Entry] = {}
@@ -82,6 +87,10 @@ class ShardReader:
                 if (other := self._entries.setdefault(name, entry)).file != file:
                     raise RuntimeError(f"{name} is in two files of the checkpoint, {other.file} and {file}: "
                                        "remove the one that is left over from another save, in the index too")
+        self._in_nvfp4 = nvfp4.find_weights(self._entries)
+        hidden = {part for parts in self._in_nvfp4.values() for part in parts}
+        self.names = [*self._in_nvfp4, *(name for name in self._entries if name not in hidden
+                                         and not (hidden and nvfp4.OF_ACTIVATIONS.fullmatch(name)))]
 
     def __enter__(self) -> "ShardReader":
         return self
@@ -89,16 +98,22 @@ class ShardReader:
     def __exit__(self, *error) -> None:
         self.reads.__exit__(*error)
 
-    @property
-    def names(self) -> list[str]:
-        return list(self._entries)
-
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
         """The tensor, or its part at `index` of the first axis, on the device. Any thread may call this.
 
         Raises:
             RuntimeError: no file has it, or it cannot be read.
         """
+        if (parts := self._in_nvfp4.get(name)) is not None:
+            tensor = nvfp4.values(name, parts, *map(self._read, parts))
+            return tensor if index is None else tensor[index]
+        return self._read(name, index)
+
+    def lazy(self, name: str) -> "LazyTensor":
+        dtype = "F32" if name in self._in_nvfp4 else self._entries[name].dtype
+        return LazyTensor(partial(self.read, name), dtype)
+
+    def _read(self, name: str, index: int | None = None) -> torch.Tensor:
         if name not in self._entries:
             raise RuntimeError(f"{name} is in no file of the checkpoint")
         file, dtype, shape, start, nbytes = self._entries[name]
@@ -115,9 +130,6 @@ class ShardReader:
         except OSError as error:
             raise RuntimeError(f"{name} cannot be read from {file}: {error}") from error
 
-    def lazy(self, name: str) -> "LazyTensor":
-        return LazyTensor(partial(self.read, name), self._entries[name].dtype, self._entries[name].shape)
-
     def _read_header(self, file: str) -> dict[str, _Entry]:
         opened = self.reads.open(file)
         size = int.from_bytes(opened.read(8), "little")
@@ -132,14 +144,11 @@ class ShardReader:
 class LazyTensor:
     """A tensor that is read when somebody indexes it, as transformers does with safetensors' slices."""
 
-    def __init__(self, read: Callable[[], torch.Tensor], dtype: str, shape: tuple[int, ...]):
-        self._read, self._dtype, self._shape = read, dtype, shape
+    def __init__(self, read: Callable[[], torch.Tensor], dtype: str):
+        self._read, self._dtype = read, dtype
 
     def get_dtype(self) -> str:
         return self._dtype
-
-    def get_shape(self) -> list[int]:
-        return list(self._shape)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self._read()[index]

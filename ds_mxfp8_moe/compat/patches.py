@@ -55,7 +55,7 @@ PATCHES = tuple(Patch(*row) for row in (
            ("get_state_dict", "Accelerator"), ("save_model", "Accelerator"), ("save_pretrained", "PreTrainedModel"),
            ("save_pretrained", "PeftModel"))),
     *(("checkpoint/from_pretrained.py", name, of, "from_pretrained returns") for name, of in (
-        ("_load_pretrained_model", "PreTrainedModel"), ("validate_environment", "Mxfp4HfQuantizer"),
+        ("_load_pretrained_model", "PreTrainedModel"), ("supports_quant_method", "AutoHfQuantizer"),
         ("_hf_deepspeed_config_weak_ref", "transformers.integrations.deepspeed"))),
     ("parallel_style.py", "__class__", "a module to which MXFP8ExpertParallel is applied",
      "stays, as torch's own parallel styles do"),

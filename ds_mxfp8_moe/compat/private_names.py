@@ -149,7 +149,7 @@ NAMES = tuple(Row(*row) for row in (
      "rename_source_key(source_key, weight_renamings, weight_converters, base_model_prefix, "
      "meta_state_dict, ...)"),
     ("from_pretrained", "transformers.integrations.deepspeed", "_hf_deepspeed_config_weak_ref"),
-    ("from_pretrained", "transformers.quantizers.quantizer_mxfp4:Mxfp4HfQuantizer", "validate_environment"),
+    ("from_pretrained", "transformers.quantizers.auto:AutoHfQuantizer", "supports_quant_method"),
     ("own optimizer", _ENGINE,
      "_configure_bf16_optimizer(self, optimizer) _configure_optimizer(self, client_optimizer, model_parameters) "
      "zero_optimization_stage .has_moe_layers"),

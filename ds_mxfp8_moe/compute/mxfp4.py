@@ -104,11 +104,16 @@ def _step(size: torch.Tensor) -> torch.Tensor:
     return torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
 
 
-def _values(codes: torch.Tensor, scale_bytes: torch.Tensor) -> torch.Tensor:
+def e2m1_values(codes: torch.Tensor) -> torch.Tensor:
+    """Float32 [..., K] of uint8 [..., K / 2]. The lower half of a byte is the earlier value."""
     e2m1 = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).int()
     # As exponent and mantissa of a float32, the three bits beside the sign are 2^-126 of the value.
-    values = ((e2m1 & 8) << 28 | (e2m1 & 7) << 22).view(torch.float32) * 2.0**126
-    return (values.unflatten(-1, (-1, 32)) * _power_of_two(scale_bytes.int()).unsqueeze(-1)).flatten(-2)
+    return ((e2m1 & 8) << 28 | (e2m1 & 7) << 22).view(torch.float32) * 2.0**126
+
+
+def _values(codes: torch.Tensor, scale_bytes: torch.Tensor) -> torch.Tensor:
+    values = e2m1_values(codes).unflatten(-1, (-1, 32))
+    return (values * _power_of_two(scale_bytes.int()).unsqueeze(-1)).flatten(-2)
 
 
 def unpack_tiles(weights: MXFP4Weights, transposed: bool = False) -> MXTensor:

@@ -29,7 +29,14 @@ from ds_mxfp8_moe.layers.frozen_experts import frozen_layers
 from ds_mxfp8_moe.layers.held_experts import HeldExperts
 from tests.support.autoep_models import ds_config, train_engine
 from tests.support.engine_cases import enabled
-from tests.support.frozen_checkpoints import expert_values, fp8_without_gpu, tensors_of, write
+from tests.support.frozen_checkpoints import (
+    NVFP4,
+    expert_values,
+    fp8_without_gpu,
+    nvfp4_values,
+    tensors_of,
+    write,
+)
 from tests.support.pretrained_models import held_out_logits, held_out_loss
 from tests.support.rank_pool import reset_hugging_face
 from tests.support.slow import slow_except
@@ -44,13 +51,15 @@ def held(net: torch.nn.Module) -> dict[str, HeldExperts]:
 
 
 VALUES = [*((family, kind, {}) for family in FAMILIES for kind in ("bf16", "float", "ue8m0")),
+          ("qwen3_moe", "modelopt", {}), ("mixtral", "compressed-tensors", {}),
           ("qwen3_moe", "transformers", {}), ("gpt_oss", "bf16", {}), ("gpt_oss", "mxfp4", {}),
           *(("qwen3_moe", kind, {"moe_intermediate_size": 192}) for kind in ("bf16", "float", "ue8m0")),
           ("gpt_oss", "mxfp4", {"intermediate_size": 192})]
 
 
 @pytest.mark.parametrize("family, kind, sizes, on_gpu", [
-    *((*case, False) for case in VALUES), *((*case, True) for case in VALUES if case[1] not in ("bf16", "mxfp4"))])
+    *((*case, False) for case in VALUES),
+    *((*case, True) for case in VALUES if case[1] in ("float", "ue8m0", "transformers"))])
 def test_experts_have_the_values_of_the_files(tmp_path, family, kind, sizes, on_gpu):
     """`on_gpu`: transformers makes FP8 layers, as it does there, and does not dequantize."""
     write(tmp_path, family, kind, **sizes)
@@ -94,6 +103,16 @@ def test_the_key_says_the_format(tmp_path, family, kind):
                 again, tiles = quantize_tiles(exact), weights.tiles(gemm)
                 assert torch.equal(tiles.scale_bytes, again.scale_bytes)
                 assert torch.equal(tiles.qdata.view(torch.uint8), again.qdata.view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", NVFP4)
+def test_other_weights_in_nvfp4_are_in_the_models_dtype(tmp_path, kind):
+    write(tmp_path, "qwen3_moe", kind, everywhere=True)
+    net, tensors = from_pretrained(tmp_path, ds_config(MXFP8, ep_size=1)), tensors_of(tmp_path)
+    found = {name: tensor for name, tensor in net.state_dict().items() if name.endswith("_proj.weight")}
+    assert len(found) == 2 * 4 and not any("_scale" in name or "_packed" in name for name in net.state_dict())
+    for name, tensor in found.items():
+        assert torch.equal(tensor.float(), nvfp4_values(tensors, name))
 
 
 @pytest.mark.parametrize("model_class", [None, transformers.Qwen3MoeForCausalLM])
@@ -292,7 +311,8 @@ def saved(directory, out):
 
 
 @pytest.mark.parametrize("family, kind", slow_except(
-    [("qwen3_moe", "bf16"), ("mixtral", "ue8m0"), ("gpt_oss", "mxfp4")], ("qwen3_moe", "bf16")))
+    [("qwen3_moe", "bf16"), ("mixtral", "ue8m0"), ("gpt_oss", "mxfp4"), ("mixtral", "modelopt")],
+    ("qwen3_moe", "bf16")))
 def test_the_model_is_written_with_the_names_of_its_type(ranks2, tmp_path, family, kind):
     write(tmp_path / "bf16", family, "bf16")
     write(tmp_path / "base", family, kind)

@@ -88,6 +88,29 @@ def blocks_of_64(directory):
                                              else tensor})
 
 
+def attention_in_fp8(directory):
+    rewrite(directory, lambda name, tensor: {name: tensor.to(torch.float8_e4m3fn), f"{name}_scale": torch.ones(1)}
+            if name.endswith("k_proj.weight") else {name: tensor})
+
+
+def modelopt_fp8(directory):
+    change_config(directory, quantization_config={"quant_method": "modelopt", "quant_algo": "FP8"})
+
+
+def changed(change, name):
+    """Puts what `change` returns in the place of a tensor."""
+
+    def fault(directory):
+        rewrite(directory, lambda one, tensor: {one: change(tensor).contiguous() if one == name else tensor})
+
+    return fault
+
+
+def first_is_nan(scales):
+    scales.view(torch.uint8)[0, 0] = 0x7F
+    return scales
+
+
 @pytest.mark.parametrize("kind, fault, said", [
     ("mxfp4", scale_of_nan, rf"{CODES}\[5\]: one of its scales is NaN \(byte 0xFF\)"),
     ("mxfp4", blocks_of_64, rf"{CODES}\[\d\]: its blocks have shape \(128, 2, 32\) and its scales \(128, 2\)"),
@@ -99,6 +122,12 @@ def blocks_of_64(directory):
     ("float", other_block_size, rf"{NAME} has shape \(128, 128\) and scales of shape \(2, 2\); tiles of 128x128"),
     ("float", scales_without_number, f"scales of {NAME} have dtype torch.int32"),
     ("float", without(f"{NAME}_scale_inv"), f"{NAME}_scale_inv is in no file"),
+    ("modelopt", changed(first_is_nan, f"{NAME}_scale"), f"{NAME}: one of its scales in {NAME}_scale or .* is NaN"),
+    ("compressed-tensors", changed(lambda x: x[:, ::2], f"{NAME}_scale"),
+     rf"{NAME} is not in NVFP4, .*{NAME}_scale is float8_e4m3fn \[128, 4\]"),
+    ("compressed-tensors", without(f"{NAME}_packed"), f"{NAME}_packed is in no file"),
+    ("modelopt", attention_in_fp8, "k_proj.weight_scale belongs to no weight in NVFP4, .*files in bf16"),
+    ("bf16", modelopt_fp8, 'the checkpoint is in ModelOpt\'s format "FP8", and .*files in bf16'),
 ])
 def test_a_broken_checkpoint_is_an_error_on_every_rank(ranks2, tmp_path, kind, fault, said):
     write(tmp_path, "gpt_oss" if kind == "mxfp4" else "qwen3_moe", kind)
@@ -106,7 +135,8 @@ def test_a_broken_checkpoint_is_an_error_on_every_rank(ranks2, tmp_path, kind, f
     # Expert 5 belongs to rank 1. Rank 0 reads its own and hears of the error.
     for rank, error in enumerate(ranks2.run(refused, tmp_path, ds_config(MXFP8))):
         assert re.search(said, error), error
-        everywhere = fault in (shard_missing, shard_cut_short, blocks_of_64) or "no tensor" in said
+        everywhere = fault in (shard_missing, shard_cut_short, blocks_of_64, attention_in_fp8, modelopt_fp8)
+        everywhere |= "no tensor" in said
         assert everywhere or (rank == 1) == ("rank 1" not in error)
 
 
@@ -126,15 +156,6 @@ def no_index(directory):
 def change_index(directory, change):
     path = directory / "model.safetensors.index.json"
     path.write_text(json.dumps({"metadata": {}, "weight_map": change(json.loads(path.read_text())["weight_map"])}))
-
-
-def changed(change, name):
-    """Puts what `change` returns in the place of a tensor."""
-
-    def fault(directory):
-        rewrite(directory, lambda one, tensor: {one: change(tensor).contiguous() if one == name else tensor})
-
-    return fault
 
 
 def two_series(directory):

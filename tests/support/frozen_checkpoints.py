@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny checkpoints of Hugging Face MoE models in bf16, block FP8 and MXFP4; and their experts' weights in float32, as
-plain torch reads them from the files."""
+"""Tiny checkpoints of Hugging Face MoE models in bf16, block FP8, MXFP4 and NVFP4; and their experts' weights in
+float32, as plain torch reads them from the files."""
 
 import json
 import re
@@ -20,6 +20,8 @@ from tests.support.mxfp4_cases import E2M1
 
 SIZES = dict(hidden_size=128, moe_intermediate_size=128, intermediate_size=128)
 BLOCK_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+NVFP4 = {"modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
+         "compressed-tensors": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}}
 EXPERT = re.compile(r".*\.experts\.\d+\.\w+\.weight|.*\.experts\.(gate_up|down)_proj")  # the weights' names
 NOT_EXPERTS = ["lm_head", r".*\.self_attn", r".*\.shared_experts", r".*\.mlp\.(gate|up|down)_proj"]
 PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
@@ -29,8 +31,8 @@ def write(directory: Path, family: str, kind: str, shard: str = "300KB", everywh
     """Writes a checkpoint of several shards.
 
     `kind`: "bf16"; "float" or "ue8m0", which are block FP8 with scales of this format, as published checkpoints have
-    it; "transformers", which transformers has quantized and saved; "mxfp4". Attention is in block FP8 only with
-    `everywhere`, since no CPU computes it.
+    it; "transformers", which transformers has quantized and saved; "mxfp4"; "modelopt" and "compressed-tensors", which
+    are NVFP4. Attention is quantized only with `everywhere`, since no CPU computes block FP8.
     """
     net = model(family, torch.bfloat16, **{**SIZES, **sizes})
     with torch.no_grad():
@@ -48,6 +50,11 @@ def write(directory: Path, family: str, kind: str, shard: str = "300KB", everywh
     elif kind == "mxfp4":
         rewrite(directory, _to_mxfp4)
         change_config(directory, quantization_config={"quant_method": "mxfp4"})
+    elif kind in NVFP4:
+        wanted = re.compile(r".*_proj\.weight") if everywhere else EXPERT
+        rewrite(directory, lambda name, tensor: _to_nvfp4(name, tensor, kind) if wanted.fullmatch(name) else
+                {name: tensor})
+        change_config(directory, quantization_config=NVFP4[kind])
     elif kind != "bf16":
         quantization = FineGrainedFP8Config(scale_fmt=kind)
         wanted = re.compile(r".*_proj\.weight") if everywhere else EXPERT
@@ -105,6 +112,31 @@ def _to_mxfp4(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
             f"{name}_scales": (exponent + 127).to(torch.uint8)}
 
 
+def _to_nvfp4(name: str, tensor: torch.Tensor, kind: str) -> dict[str, torch.Tensor]:
+    groups = tensor.float().unflatten(-1, (-1, 16))
+    largest = groups.abs().amax(-1)
+    factor = largest.max() / (6 * 448)
+    scales = (largest / (6 * factor)).to(torch.float8_e4m3fn)
+    divisor = (scales.float() * factor).clamp_min(1e-30)[..., None, None]
+    grid = torch.tensor([*E2M1, *(-value for value in E2M1)])
+    codes = (groups.unsqueeze(-1) / divisor - grid).abs().argmin(-1).flatten(-2)
+    packed, module = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8), name.removesuffix(".weight")
+    scale, one = {f"{name}_scale": scales}, torch.ones(())
+    if kind == "modelopt":
+        return {name: packed, **scale, f"{name}_scale_2": factor, f"{module}.input_scale": one}
+    return {f"{name}_packed": packed, **scale, f"{name}_global_scale": 1 / factor[None],
+            f"{module}.input_global_scale": one[None]}
+
+
+def nvfp4_values(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """Of a weight, rounded to bf16, which the model's other tensors have. `name`: in high precision."""
+    packed = tensors.get(f"{name}_packed", tensors.get(name)).long()
+    codes = torch.stack([packed % 16, packed // 16], dim=-1).flatten(-2)
+    values = torch.tensor([*E2M1, *(-value for value in E2M1)])[codes]
+    factor = tensors[f"{name}_scale_2"] if f"{name}_scale_2" in tensors else 1 / tensors[f"{name}_global_scale"]
+    return (values * (tensors[f"{name}_scale"].float() * factor).repeat_interleave(16, -1)).bfloat16().float()
+
+
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint."""
     return {name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in
@@ -118,6 +150,10 @@ def expert_values(directory: Path) -> dict[str, dict[str, torch.Tensor]]:
     for name, tensor in tensors.items():
         module, _, rest = name.partition(".experts.")
         of_module = found.setdefault(f"{module}.experts", {}) if rest and "scale" not in rest else None
+        if of_module is not None and f"{name.removesuffix('_packed')}_scale" in tensors:  # NVFP4
+            number, part = rest.split(".")[:2]
+            of_module.setdefault(PARTS[part], {})[int(number)] = nvfp4_values(tensors, name.removesuffix("_packed"))
+            continue
         if of_module is None or rest.endswith("_bias"):
             continue
         if rest.endswith("_blocks"):
