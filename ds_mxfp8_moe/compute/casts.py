@@ -95,8 +95,7 @@ def transpose_tiles(w_ENK: MXTensor) -> MXTensor:
 
 
 def pack(w_NK: torch.Tensor, dtype: torch.dtype) -> MXFP4Weights:
-    """mxfp4.quantize of weights [N, K] or [E, N, K]. Where both scales of a block are equally good but for rounding,
-    the kernel may choose the other one."""
+    """mxfp4.quantize of weights [N, K] or [E, N, K]."""
     if not runs_triton(w_NK):
         return mxfp4.quantize(w_NK, dtype)
     from ..ops.triton_kernels.pack import pack as kernel

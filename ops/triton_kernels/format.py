@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MXFP8's arithmetic inside kernels, the order of a GEMM's tiles, and the expert of a row.
+"""MXFP8's and MXFP4's arithmetic inside kernels, the order of a GEMM's tiles, and the expert of a row.
 
-The oracle of the arithmetic is ds_mxfp8_moe/compute/mx.py: the bits are the same for every input.
+The oracles of the arithmetic are mx.py and mxfp4.py in ds_mxfp8_moe/compute: the bits are the same for every input.
 
     data, byte = quantized_rows(x, B, FLOOR)   # e4m3 data and E8M0 scales, both as uint8
     x = from_e4m3(data) * power_of_two(byte)
@@ -75,6 +75,35 @@ def to_e4m3(x, inverse):
 def from_e4m3(data):
     """The float32 values of e4m3 bytes (uint8)."""
     return data.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def over_mxfp4_scale(x, scale_byte):
+    """Magnitudes [M, N / 32, 32] over a scale, at most 6, in units of the e2m1 values around them; and this unit."""
+    scaled = tl.minimum(x * ((254 - scale_byte) << 23).to(tl.float32, bitcast=True)[:, :, None], 6.0)
+    step = tl.where(scaled < 2.0, 0.5, tl.where(scaled < 4.0, 1.0, 2.0))
+    return scaled * tl.where(scaled < 2.0, 2.0, tl.where(scaled < 4.0, 1.0, 0.5)), step
+
+
+@triton.jit
+def _mxfp4_error(x, scale_byte):
+    """The squared error of each block with this scale, [M, N / 32], if magnitudes are rounded to nearest."""
+    units, step = over_mxfp4_scale(x, scale_byte)
+    nearest = (units + 8388608.0) - 8388608.0  # 2^23 leaves no fraction: rounded to nearest even
+    error = nearest * step * power_of_two(scale_byte)[:, :, None] - x
+    error = error * error
+    for _ in tl.static_range(5):  # in the order of mxfp4._sum
+        even, odd = tl.split(tl.reshape(error, [x.shape[0], x.shape[1], error.shape[2] // 2, 2]))
+        error = even + odd
+    return tl.reshape(error, [x.shape[0], x.shape[1]])
+
+
+@triton.jit
+def mxfp4_scale(x, exponent):
+    """The scale bytes that mxfp4.quantize gives to blocks of magnitudes [M, N / 32, 32], but for NaN. The bits are the
+    same without fused multiply-adds. `exponent`: of the largest magnitudes, as in their bits."""
+    lower = tl.minimum(tl.maximum(exponent - 2, 0), 252)
+    return lower + (_mxfp4_error(x, lower + 1) < _mxfp4_error(x, lower)).to(tl.int32)
 
 
 @triton.jit

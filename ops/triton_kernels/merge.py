@@ -16,7 +16,15 @@ import triton
 import triton.language as tl
 
 from ..mx_format import TILE, MXParts
-from .format import from_e4m3, largest_in_rows, new_scale, power_of_two, to_e4m3
+from .format import (
+    from_e4m3,
+    largest_in_rows,
+    mxfp4_scale,
+    new_scale,
+    over_mxfp4_scale,
+    power_of_two,
+    to_e4m3,
+)
 from .launch import Launched
 from .library import cdiv
 from .quantize import Tile, tile_origin
@@ -86,27 +94,6 @@ def _merge_tiles_kernel(data_ptr, data_stride, scale_ptr, scale_stride, a_ptr, b
              tl.where(changed, byte, byte_before))
 
 
-@triton.jit
-def _over_scale(x, scale_byte):
-    """Magnitudes [M, N / 32, 32] over a scale, at most 6, in units of the e2m1 values around them; and this unit."""
-    scaled = tl.minimum(x * ((254 - scale_byte) << 23).to(tl.float32, bitcast=True)[:, :, None], 6.0)
-    step = tl.where(scaled < 2.0, 0.5, tl.where(scaled < 4.0, 1.0, 2.0))
-    return scaled * tl.where(scaled < 2.0, 2.0, tl.where(scaled < 4.0, 1.0, 0.5)), step
-
-
-@triton.jit
-def _error(x, scale_byte):
-    """The squared error of each block with this scale, [M, N / 32], if magnitudes are rounded to nearest."""
-    units, step = _over_scale(x, scale_byte)
-    nearest = (units + 8388608.0) - 8388608.0  # 2^23 leaves no fraction: rounded to nearest even
-    error = nearest * step * power_of_two(scale_byte)[:, :, None] - x
-    error = error * error
-    for _ in tl.static_range(5):  # in the order of mxfp4._sum
-        even, odd = tl.split(tl.reshape(error, [x.shape[0], x.shape[1], error.shape[2] // 2, 2]))
-        error = even + odd
-    return tl.reshape(error, [x.shape[0], x.shape[1]])
-
-
 @Launched
 @triton.jit
 def _merge_mxfp4_kernel(words_ptr, scale_ptr, a_ptr, b_ptr, out_ptr, out_scale_ptr, M, RANK, N: tl.constexpr):
@@ -133,10 +120,9 @@ def _merge_mxfp4_kernel(words_ptr, scale_ptr, a_ptr, b_ptr, out_ptr, out_scale_p
     merged = tl.where(mask, merged, 0.0)
 
     exponent = largest_in_rows(merged, 32) >> 23
-    lower = tl.minimum(tl.maximum(exponent - 2, 0), 252)
     size = tl.reshape(tl.abs(merged), [B, B // 32, 32])
-    chosen = lower + (_error(size, lower + 1) < _error(size, lower)).to(tl.int32)
-    units, step = _over_scale(size, chosen)
+    chosen = mxfp4_scale(size, exponent)
+    units, step = over_mxfp4_scale(size, chosen)
     offset = row[:, None] * N + column[None, :]
     bits = _random_bits(words_ptr + expert * M * (N // 8), origin.to(tl.int32) + offset)
     random = tl.reshape((bits & 0xFFFF).to(tl.float32), [B, B // 32, 32]) * 2.0**-16

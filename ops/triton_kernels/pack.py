@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds weights to MXFP4. The oracle is `quantize` in ds_mxfp8_moe/compute/mxfp4.py.
+"""Rounds weights to MXFP4. The oracle is `quantize` in ds_mxfp8_moe/compute/mxfp4.py, which it equals to the bit.
 
 A program makes a tile of 128 x 128 values. Grid: (tiles of a matrix, experts). A value is read once and written as
-half a byte, with a byte for each 32 of them. Only squared errors are summed in another order than the oracle's: where
-both scales of a block are equally good, the other one may be taken.
+half a byte, with a byte for each 32 of them.
 """
 
 import torch
@@ -11,23 +10,12 @@ import triton
 import triton.language as tl
 
 from ..mx_format import TILE
-from .format import largest_in_rows, new_scale, power_of_two
+from .format import largest_in_rows, mxfp4_scale, new_scale, over_mxfp4_scale, power_of_two
 from .launch import Launched
 from .library import cdiv
 from .quantize import Tile, tile_origin
 
 PACKED_TILE = Tile(TILE, TILE, 4)
-
-
-@triton.jit
-def _nearest(sizes, byte):
-    """The e2m1 values that are nearest to sizes / scale, in blocks [M, N / 32, 32], and the sum of squared errors."""
-    x = tl.minimum(sizes * ((254 - byte) << 23).to(tl.float32, bitcast=True)[:, :, None], 6.0)
-    # Beside a number whose last bit is a step, sums are rounded to steps, and ties to even ones.
-    large = tl.where(x < 2, 4194304.0, tl.where(x < 4, 8388608.0, 16777216.0))
-    values = (x + large) - large
-    error = values * power_of_two(byte)[:, :, None] - sizes
-    return values, tl.sum(error * error, axis=2)
 
 
 @Launched
@@ -46,13 +34,11 @@ def _pack_kernel(w_ptr, codes_ptr, scale_ptr, tile_ptr, M, N: tl.constexpr):
         w = tl.load(w_ptr + first * N + n0 + (m[:, None] * N + n[None, :]), inside & (n < N - n0)[None, :],
                     other=0.0).to(tl.float32)
         exponent = largest_in_rows(w, 32) >> 23
-        lower = tl.minimum(tl.maximum(exponent - 2, 0), 252)
         sizes = tl.reshape(tl.abs(w), [ROWS, B // 32, 32])
-        values, error = _nearest(sizes, lower)
-        others, other_error = _nearest(sizes, lower + 1)
-        better = other_error < error
-        values = tl.where(better[:, :, None], others, values)
-        byte = tl.where(exponent == 255, 255, lower + better.to(tl.int32))
+        scale = mxfp4_scale(sizes, exponent)
+        units, step = over_mxfp4_scale(sizes, scale)
+        values = ((units + 8388608.0) - 8388608.0) * step  # 2^23 leaves no fraction: rounded to nearest even
+        byte = tl.where(exponent == 255, 255, scale)
 
         # As exponent and mantissa of a float32, the three lower bits of an e2m1 value are 2^-126 of it.
         code = tl.reshape((values * 2.0**-126).to(tl.int32, bitcast=True) >> 22, [ROWS, B])
@@ -77,5 +63,5 @@ def pack(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     codes, scale = (torch.empty(*experts, rows, columns // share, **byte) for share in (2, 32))
     tile = torch.empty(*experts, cdiv(rows, TILE), cdiv(columns, TILE), **byte)
     _pack_kernel[(PACKED_TILE.programs(rows, columns), *(experts or [1]))](
-        w, codes, scale, tile, rows, columns, num_warps=PACKED_TILE.warps)
+        w, codes, scale, tile, rows, columns, num_warps=PACKED_TILE.warps, enable_fp_fusion=False)
     return codes, scale, tile

@@ -39,7 +39,7 @@ def loaded(directory, section) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("family, kind, section", [
     ("qwen3_moe", "bf16", {}), ("qwen3_moe", "ue8m0", {}), ("qwen3_moe", "float", {}), ("gpt_oss", "mxfp4", {}),
     ("gpt_oss", "bf16", {}), ("qwen3_moe", "modelopt", {}), ("mixtral", "compressed-tensors", {}),
-    ("gpt_oss", "mxfp4", {"frozen_experts": "mxfp8"})])
+    ("gpt_oss", "mxfp4", {"frozen_experts": "mxfp8"}), ("qwen3_moe", "bf16", {"frozen_experts": "mxfp4"})])
 def test_a_gpu_reads_the_bits_of_a_cpu(alone, tmp_path, family, kind, section):
     write(tmp_path, family, kind, hidden_size=512, moe_intermediate_size=384, intermediate_size=384)
     section = {"enabled": True, **section}

@@ -46,7 +46,7 @@ def run_unpack(device: str, experts: int, rows: int, columns: int) -> None:
 
 
 def run_pack(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """To the byte, but for blocks where both scales are equally good but for the rounding of a sum."""
+    """To the byte, but for the values of blocks that are NaN."""
     from ds_mxfp8_moe.ops.triton_kernels.pack import pack
     from tests.support.conformance import poisoned
 
@@ -59,13 +59,7 @@ def run_pack(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     with poisoned():
         codes, scales, tiles = (part.cpu() for part in pack(w.to(device)))
     wanted = mxfp4.quantize(w)
-    assert torch.equal(scales == 255, wanted.scale_bytes == 255)
+    assert torch.equal(scales, wanted.scale_bytes) and torch.equal(tiles, wanted.tile_bytes)
     assert (scales == 255).sum() == 2 * w[..., 0, 0].numel()
-    found = MXFP4Weights.of(codes, scales, wanted.dtype)
-    assert torch.equal(tiles, found.tile_bytes)
-    other = scales != wanted.scale_bytes
-    errors = [(one.values() - w.float()).unflatten(-1, (-1, 32)).square().sum(-1)[other] for one in (found, wanted)]
-    torch.testing.assert_close(*errors, rtol=1e-5, atol=0)
-    assert other.float().mean() < 1e-3
-    same = ~(other | (scales == 255)).repeat_interleave(16, -1)
-    assert torch.equal(codes[same], wanted.codes[same])
+    numbers = (scales < 255).repeat_interleave(16, -1)
+    assert torch.equal(codes[numbers], wanted.codes[numbers])
