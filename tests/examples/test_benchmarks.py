@@ -520,6 +520,7 @@ SCRIPTS = {
     "training.whole_model": (run_script, 1, (*BRIEF, "--training", "full", "--contenders", whole_model.PLAIN,
                                              whole_model.DEFAULT), dict(WARM_UP=1, LEAST=1, MOST=1),
                              {whole_model.PLAIN, whole_model.DEFAULT}),
+    "training.activations": (run_script, 1, (), {}, {whole_model.AUTOEP, whole_model.DEFAULT}),
     "training.frozen_quality": (run_script, 1, ("--base", "base", "--base_steps", "2", "--steps", "2", "--seeds", "1"),
                                 dict(HELDOUT_WINDOWS=8), set()),
     "training.merge_quality": (run_script, 1, ("--base", "base", "--base_steps", "2", "--steps", "2", "--seeds", "1",
