@@ -14,7 +14,7 @@ from ds_mxfp8_moe.ffn.expert_ffn import ExpertFFN
 from ds_mxfp8_moe.ffn.frozen_weights import FrozenMXFP4Weights, FrozenWeights
 from ds_mxfp8_moe.transport.local import Local
 from tests.support.expert_ffn_cases import RECIPES
-from tests.support.frozen_experts_cases import as_it_is, calls, far_apart
+from tests.support.frozen_experts_cases import as_it_is, calls, far_apart, merge_aware_call
 from tests.support.mxfp4_cases import run_pack
 from tests.support.slow import slow_unless
 
@@ -58,16 +58,26 @@ def test_the_kernel_rounds_to_mxfp4_as_plain_torch(shape, dtype):
     run_pack("cuda", shape, dtype)
 
 
-@pytest.mark.parametrize("recipe, frozen", [
-    ("hp-128", FrozenWeights), ("mxfp8-128", FrozenWeights), ("hp-32", FrozenWeights), ("hp-128", FrozenMXFP4Weights),
-    ("hp-32", FrozenMXFP4Weights)])
-def test_replayed_calls_give_the_same_bits(one_rank, recipe, frozen):
+@pytest.mark.parametrize("recipe, frozen", [("hp-128", FrozenWeights), ("hp-128", FrozenMXFP4Weights),
+                                            ("hp-32", FrozenMXFP4Weights)])
+def test_merged_adapters_give_the_bits_of_merged_weights(one_rank, recipe, frozen):
+    ours, merged, found, wanted = merge_aware_call(frozen, recipe, device="cuda")
+    assert all(map(torch.equal, ours, merged))
+    assert min(sqnr_db(expected, one.float().cpu()) for expected, one in zip(wanted, found, strict=True)) > 20
+
+
+@pytest.mark.parametrize("recipe, frozen, merge_aware", [
+    ("hp-128", FrozenWeights, False), ("mxfp8-128", FrozenWeights, False), ("hp-32", FrozenWeights, False),
+    ("hp-128", FrozenMXFP4Weights, False), ("hp-32", FrozenMXFP4Weights, False), ("hp-128", FrozenWeights, True),
+    ("hp-128", FrozenMXFP4Weights, True)])
+def test_replayed_calls_give_the_same_bits(one_rank, recipe, frozen, merge_aware):
     recorded._PROGRAMS.clear()
     with recorded.from_python():
-        direct = calls(frozen, recipe, "random", device="cuda")
+        direct = calls(frozen, recipe, "random", device="cuda", merge_aware=merge_aware)
     assert not recorded._PROGRAMS
     for _ in range(2):  # the second time, with other memory
-        assert all(map(torch.equal, calls(frozen, recipe, "random", device="cuda"), direct))
+        again = calls(frozen, recipe, "random", device="cuda", merge_aware=merge_aware)
+        assert all(map(torch.equal, again, direct))
     programs = [program for found in recorded._PROGRAMS.values() for program, _ in found.values()]
     assert len(programs) == 2 and all(programs)
 
