@@ -5,7 +5,7 @@ import copy
 import os
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import deepspeed.comm as dist
 
@@ -15,6 +15,7 @@ from ..ops.log import log_on_rank_0
 from ..transport.agreement import check_same_arguments
 from ..transport.deadline import tell_peers_on_error
 from ..transport.rank_0 import RankZeroWrites
+from . import per_expert
 from .exporting import Format, checked, stream
 from .gathering import (
     base_of,
@@ -32,7 +33,8 @@ from .writing import ShardWriter, size_in_bytes
 
 
 @tell_peers_on_error
-def save_pretrained(engine: Any, save_directory: str | os.PathLike, weights: Format = "model", **kwargs) -> None:
+def save_pretrained(engine: Any, save_directory: str | os.PathLike, weights: Format = "model",
+                    adapters: Literal["peft", "per_expert"] = "peft", **kwargs) -> None:
     """Writes config and weights for `AutoModelForCausalLM.from_pretrained(save_directory)`.
 
     Collective: every rank calls it. Works in every ZeRO stage, with converted layers, with DeepSpeed's own, and
@@ -53,20 +55,27 @@ def save_pretrained(engine: Any, save_directory: str | os.PathLike, weights: For
         save_directory: a folder. Only rank 0 writes to it. An earlier model in it stays whole until the new one is:
             there has to be room for both. Other files of the folder stay.
         weights: "model" or "fp8".
+        adapters: of experts, with "model". "peft": as PEFT loads them. "per_expert": with the names that vLLM
+            documents for adapters of each expert's matrices.
         kwargs: with "model", arguments of the model's own `save_pretrained`, for example max_shard_size. With "fp8",
             max_shard_size alone: bytes, or a text like "5GB". With push_to_hub, files are written in place.
 
     Raises:
         TypeError: there is no engine, or it has no transformers model. With "fp8", nor classic layers.
         ValueError: `weights` differs between ranks, or the model has no form in this block FP8; see `export_weights`.
+            Or its adapters have no form for each expert. The error says why.
         RuntimeError: the model is split by tensor parallelism. Or rank 0 could not write; raised on every rank.
         PeerError: rank 0 has died, or its files have not grown for two deadlines.
     """
-    check_same_arguments("save_pretrained", weights=weights)
+    check_same_arguments("save_pretrained", weights=weights, adapters=adapters)
     engine = given_engine(engine)
+    if adapters != "peft" and (adapters != "per_expert" or weights != "model" or kwargs.get("push_to_hub")):
+        raise ValueError(f'adapters={adapters!r} and weights={weights!r} were given; supported are "peft", and '
+                         '"per_expert" with weights="model" and without push_to_hub')
     if weights == "model":
         base_of(engine.module)
-        write = partial(_write_unquantized, engine)
+        named = per_expert.checked(engine) if adapters == "per_expert" else None
+        write = partial(_write_unquantized, engine, named)
     else:
         most_bytes = size_in_bytes(kwargs.pop("max_shard_size", "5GB"))
         if kwargs:
@@ -77,7 +86,7 @@ def save_pretrained(engine: Any, save_directory: str | os.PathLike, weights: For
         write(save_directory, rank_0, **kwargs)
 
 
-def _write_unquantized(engine, directory, rank_0: RankZeroWrites, **kwargs) -> None:
+def _write_unquantized(engine, named: Published | None, directory, rank_0: RankZeroWrites, **kwargs) -> None:
     model = engine.module
     held, place = held_model(model)
     start = f"{place}." if place else ""
@@ -101,6 +110,8 @@ def _write_unquantized(engine, directory, rank_0: RankZeroWrites, **kwargs) -> N
     pushed = kwargs.get("push_to_hub", False)
     with staged(directory, rank_0.synced, reads=[README] if adapters else (), in_place=pushed) as folder:
         saver.save_pretrained(folder, state_dict=state, **kwargs)
+        if named is not None:
+            per_expert.split_experts(folder, named)
 
 
 def _of_adapters(model):
