@@ -95,6 +95,7 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
     frozen_experts: Literal["mxfp8", "mxfp4", "keep"] | None = _key(
         None, origin="chosen: mxfp4 from files in MXFP4; else mxfp8 with adapters by PEFT, keep without")
     merge_aware: bool = _key(False)
+    expert_turns: int = _key(1, ge=1, le=1024)
     expert_placement: Literal["fixed", "balanced"] = _key("fixed", engine=True)
     load_balance_coeff: float | None = _key(None, gt=0, le=1, allow_inf_nan=False, engine=True)
     metrics: MetricsConfig | None = _key(None, engine=True)

@@ -43,13 +43,14 @@ forward and for the gradient of the rows. A and B have the gradients that they h
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from itertools import chain
 from typing import Any
 
 import torch
 from torch.autograd.graph import Node
+from torch.utils.checkpoint import checkpoint
 
 from ..compute.formula import ExpertFormula, LowRank
 from ..compute.recorded import Kept, recorded
@@ -78,6 +79,9 @@ class ExpertFFN:
             accumulates into its `grad`. Autograd gets a gradient that begins a sum, but none that is added to it.
             None, or a result of None: the gradient has its own memory.
         merge_aware: whether adapters of frozen weights are merged into them, as in an export, for each GEMM.
+        turns: parts of the tokens that are computed one after the other. Backward computes each part again, so what a
+            part keeps for it exists for one part at a time. The result has the same bits as in one turn, where each
+            turn has enough tokens per expert; gradients of weights are sums over the turns.
         training: whether the layer is in training mode. An error in evaluation mode explains what may have caused it.
     """
 
@@ -90,6 +94,7 @@ class ExpertFFN:
     kept: KeptWeights | None = None
     sum_of: Callable[[torch.nn.Parameter, Node], Sum | None] | None = None
     merge_aware: bool = False
+    turns: int = 1
     training: bool = True
 
     def has_few_tokens(self, expert_TK: torch.Tensor) -> bool:
@@ -116,6 +121,8 @@ class ExpertFFN:
         """
         if torch.compiler.is_dynamo_compiling():
             return _outside_compile(self, x_TH, routes, weights, adapters, frozen)
+        if self.turns > 1:
+            return self._in_turns(x_TH, routes, weights, adapters, frozen)
         with self.outside_autocast(x_TH.device.type) as autocast:
             x_TH = x_TH if autocast is None else x_TH.to(autocast)
             layout, tensors = flattened(weights)
@@ -124,6 +131,14 @@ class ExpertFFN:
                         autocast)
             return self.function(call, torch.is_grad_enabled(), routes.expert_TK, x_TH, routes.weight_TK, *factors,
                                  *tensors)
+
+    def _in_turns(self, x_TH: torch.Tensor, routes: Routes, *others: Any) -> torch.Tensor:
+        """Every rank has as many turns, some maybe without tokens, since ranks meet in each."""
+        turn = replace(self, turns=1)
+        parts = zip(*(x.tensor_split(self.turns) for x in (x_TH, routes.expert_TK, routes.weight_TK)), strict=True)
+        return torch.cat([checkpoint(turn, x, replace(routes, expert_TK=expert_TK, weight_TK=weight_TK), *others,
+                                     use_reentrant=False, preserve_rng_state=False)
+                          for x, expert_TK, weight_TK in parts])
 
     def math(self, dtype: torch.dtype) -> ExpertMath:
         """The arithmetic of a call whose tokens have this dtype."""

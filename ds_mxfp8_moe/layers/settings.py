@@ -92,7 +92,7 @@ class LayerSettings:
         return kind(self.open_formula or self.formula, self.recipe, transport, layer.num_local_experts,
                     self.min_tokens_per_expert, self.name, kept=layer.mxfp8_kept if layer.training else None,
                     sum_of=optimizer and optimizer.sum_of, merge_aware=self.config.merge_aware,
-                    training=layer.training)
+                    turns=self.config.expert_turns, training=layer.training)
 
     def check_input(self, x: torch.Tensor, experts_dtype: torch.dtype, weights_cast: bool = False) -> None:
         """Raises ValueError or TypeError for hidden states that the layer's experts cannot take.

@@ -19,6 +19,7 @@ ALL_KEYS = {
     "keep_quantized_weights": True,
     "frozen_experts": "mxfp8",
     "merge_aware": True,
+    "expert_turns": 4,
     "preactivation_dtype": "bf16",
     "min_tokens_per_expert": 256,
     "include": [r"h\.\d+\.moe"],
