@@ -40,7 +40,16 @@ from tests.support import emulator
 from tests.support.launched_model import MODEL
 from tests.support.rank_pool import free_port
 from tests.support.slow import slow_except
-from training import changes, convergence, convergence_results, front_page, frozen_quality, train, whole_model
+from training import (
+    changes,
+    convergence,
+    convergence_results,
+    front_page,
+    frozen_quality,
+    routes,
+    train,
+    whole_model,
+)
 from training.convergence import BF16, NUDGED, OWN, RECIPES, YARDSTICK, Run
 from training.train import AUTOEP, CLASSIC, HP, MXFP8, OURS_BF16
 
@@ -515,8 +524,9 @@ SCRIPTS = {
     "exchange.moe_layer": (run_script, 2, BRIEF, {}, {moe_layer.AUTOEP, moe_layer.CLASSIC}),
     "exchange.two_hops": (run_script, 4, BRIEF, {}, {"two hops", "flat"}),
     "exchange.latency": (with_all_to_all, 2, BRIEF, {}, {*latency.OURS, *latency.NCCL}),
-    "training.train": (train_quickly, 2, (*TINY, "tiny-mixtral", "--accumulation", "1", "--contenders", AUTOEP, HP,
-                                          CLASSIC), {}, {AUTOEP, HP, CLASSIC}),
+    "training.train": (train_quickly, 2, (*TINY, "tiny-mixtral", "--accumulation", "1", "--routings",
+                                          *train.ROUTINGS, models.AS_RECORDED, "--contenders", AUTOEP, HP, CLASSIC),
+                       {}, {AUTOEP, HP, CLASSIC}),
     "training.whole_model": (run_script, 1, (*BRIEF, "--training", "full", "--contenders", whole_model.PLAIN,
                                              whole_model.DEFAULT), dict(WARM_UP=1, LEAST=1, MOST=1),
                              {whole_model.PLAIN, whole_model.DEFAULT}),
@@ -525,6 +535,8 @@ SCRIPTS = {
                                 dict(HELDOUT_WINDOWS=8), set()),
     "training.merge_quality": (run_script, 1, ("--base", "base", "--base_steps", "2", "--steps", "2", "--seeds", "1",
                                                "--rate", "0.01"), {}, set()),
+    "training.routes": (run_script, 1, ("--experts", "16", "4", "--base_steps", "1", "--steps", "8"),
+                        dict(DOMAINS=("pydoc", ), APART=2, AVERAGED=2), {"router"}),
     "training.convergence": (study, 2, (), {}, {BF16, "default_128", *convergence.OPTIMIZERS}),
     "training.convergence, own": (own_study, 2, (), {}, {BF16, OWN, YARDSTICK}),
     "training.from_files": (run_script, 1, (*BRIEF, "--folders", "."), {}, set()),
@@ -655,3 +667,23 @@ def test_uneven_routes_fill_the_first_rank_as_asked(top_k, experts, ranks, fulle
     assert all(len(set(row)) == top_k for row in routes_TK.tolist())
     rows_R = torch.bincount(routes_TK.flatten(), minlength=experts).view(ranks, -1).sum(1)
     assert rows_R[0] == fullest * rows_R.sum() / ranks == fullest * 4096 * top_k / ranks
+
+
+def test_routes_as_recorded_have_the_statistics_of_the_records():
+    found = []
+    for layer in range(4):
+        routes_STK = torch.stack([models.skewed_routes(512, 6, 64, layer, step) for step in range(150)])
+        assert (routes_STK.sort(2).values.diff(dim=2) > 0).all()  # a token chooses no expert twice
+        counts_SE = [routes_TK.flatten().bincount(minlength=64) for routes_TK in routes_STK]
+        found.append(routes.statistics(torch.stack(counts_SE)))
+    preference, drift, noise = (statistics.mean(one[name] for one in found) for name in found[0])
+    assert preference == pytest.approx(models.PREFERENCE, rel=0.2)
+    assert drift == pytest.approx(models.DRIFT, rel=0.2) and noise == pytest.approx(models.NOISE, rel=0.1)
+
+
+def test_a_plan_is_decided_from_the_steps_before():
+    """Two experts with most of the load, which lie on one rank until the first decision, then on one again."""
+    first, then = [5, 1, 5, 1, 1, 1, 1, 1], [5, 1, 1, 1, 1, 1, 1, 5]
+    fixed, found = (routes.fullest_ranks([first] * 54 + [then] * 60, 2, balance) for balance in (False, True))
+    assert fixed == [1.5] * 50 + [1] * 60
+    assert found == [1] * 50 + [1.5] * 50 + [1] * 10

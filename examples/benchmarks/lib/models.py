@@ -2,8 +2,11 @@
 """The GPT-MoEs that are trained: their sizes, how many layers fit, engines around them, one layer, even routing."""
 
 import gc
+import math
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import yaml
@@ -16,6 +19,7 @@ from deepspeed.moe.sharded_moe import MOELayer, TopKGate
 from torch import nn
 
 import ds_mxfp8_moe
+from ds_mxfp8_moe.engine.placement import EVERY, WINDOW
 
 from . import world
 from .world import BF16, device
@@ -32,6 +36,9 @@ LEARNING_RATE = 3e-3
 OURS = {"enabled": True, "debug": {"self_check": False}}
 # Plain AutoEP records router logits in a way that fails with transformers from 5.23 on. It has another one.
 base._install_instance_transformers_output_recorders = lambda *_: None
+# Of the logarithms of experts' loads, as training/routes.py recorded them: how far experts differ, how far they move
+# in 100 steps, and how far batches differ. Estimated from few experts, the first is lower: 0.83 from 32.
+PREFERENCE, DRIFT, NOISE = 1.0, 0.1, 0.1
 IMBALANCE = 2  # rows of the fullest expert over the mean: what the dropless classic layer pads every expert to
 
 
@@ -271,46 +278,94 @@ def uneven_routes(tokens: int, top_k: int, experts: int, ranks: int, fullest: fl
                        others_TK.gather(1, (k - here_T).clamp(0, others_TK.shape[1] - 1)))
 
 
+def skewed_routes(tokens: int, top_k: int, experts: int, layer: int, step: int) -> torch.Tensor:
+    """[T, K]: this rank's routes in a step, with the statistics that training/routes.py recorded.
+
+    Loads are log-normal over the experts of a layer. They move slowly from step to step, in the same way on all ranks,
+    and each batch of each rank has noise. The choices of a token are a systematic sample, which adds no other noise.
+    """
+    generator = torch.Generator().manual_seed(layer)
+    now_E, later_E = torch.randn(2, experts, generator=generator, dtype=torch.float64)
+    order = torch.randperm(experts, generator=generator)
+    turn = 2 * math.asin(DRIFT / PREFERENCE / 2) * step / 100
+    generator.manual_seed(1000 * (1000 * layer + step) + world.rank())
+    noise_E = torch.randn(experts, generator=generator, dtype=torch.float64)
+    log_E = PREFERENCE * (math.cos(turn) * now_E + math.sin(turn) * later_E) + NOISE * noise_E
+    share_E = log_E[order].softmax(0)
+    while share_E.max() > 1 / top_k + 1e-12:  # a token chooses an expert once
+        share_E = share_E.clamp(max=1 / top_k)
+        share_E /= share_E.sum()
+    place_TK = (torch.randperm(tokens, generator=generator).unsqueeze(1) + 0.5) / tokens + torch.arange(top_k)
+    return order[torch.searchsorted(share_E.cumsum(0), place_TK.double() / top_k).clamp(max=experts - 1)]
+
+
+class Given(NamedTuple):
+    """Choices of a batch. `capacity`, `place_KT`: of the classic layer, whose ranks have the same capacity."""
+
+    expert_TK: torch.Tensor
+    counts_E: torch.Tensor
+    capacity: torch.Tensor
+    place_KT: torch.Tensor
+
+    @classmethod
+    def of(cls, routes_TK: torch.Tensor, experts: int) -> "Given":
+        """Collective."""
+        expert_TK = routes_TK.to(device())
+        counts_E = torch.bincount(expert_TK.flatten(), minlength=experts).int()
+        chosen_TE = torch.zeros(len(routes_TK), experts, dtype=torch.int32, device=device()).scatter_(1, expert_TK, 1)
+        place_TK = (chosen_TE.cumsum(0) - 1).gather(1, expert_TK)
+        return cls(expert_TK, counts_E, world.largest(counts_E.max()).to(device()), place_TK.t().int().contiguous())
+
+
 class EvenRouter(TokenChoiceTopKRouter):
-    """AutoEP's router, its choices taken from `expert_TK`, each with the score that it has."""
+    """AutoEP's router, its choices taken from `given`, each with the score that it has."""
 
     def forward(self, x: torch.Tensor, expert_bias: torch.Tensor | None = None) -> tuple:
-        scores_TK = self.gate(x).float().softmax(dim=1).gather(1, self.expert_TK)
-        return scores_TK / scores_TK.sum(-1, keepdim=True), self.expert_TK, self.counts_E
+        given = next(self.given)
+        scores_TK = self.gate(x).float().softmax(dim=1).gather(1, given.expert_TK)
+        return scores_TK / scores_TK.sum(-1, keepdim=True), given.expert_TK, given.counts_E
 
 
 class EvenBlockRouter(nn.Module):
     """The same of the router in a Qwen3-MoE block."""
 
     def forward(self, hidden_states: torch.Tensor) -> tuple:
+        expert_TK = next(self.given).expert_TK
         logits_TE = nn.functional.linear(hidden_states.flatten(0, -2), self.weight)
-        scores_TK = logits_TE.float().softmax(dim=1).gather(1, self.expert_TK)
-        return logits_TE, (scores_TK / scores_TK.sum(-1, keepdim=True)).to(logits_TE.dtype), self.expert_TK
+        scores_TK = logits_TE.float().softmax(dim=1).gather(1, expert_TK)
+        return logits_TE, (scores_TK / scores_TK.sum(-1, keepdim=True)).to(logits_TE.dtype), expert_TK
 
 
 class EvenGate(TopKGate):
     """The same of the classic layer's, with capacities that just suffice."""
 
     def forward(self, input: torch.Tensor, *_unused) -> tuple:
+        given = next(self.given)
         scores_TE = nn.functional.linear(input.float(), self.wg.weight.float()).softmax(dim=1)
-        weight_TK = scores_TE.gather(1, self.expert_TK)
+        weight_TK = scores_TE.gather(1, given.expert_TK)
         weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
-        return (scores_TE.mean(), self.capacity, scores_TE.shape[1], self.expert_TK.t().int(), self.place_KT,
-                weight_TK.t(), self.counts_E)
+        return (scores_TE.mean(), given.capacity, scores_TE.shape[1], given.expert_TK.t().int(), given.place_KT,
+                weight_TK.t(), given.counts_E)
 
 
-UNEVEN = {f"fullest rank {times}x": times for times in (1.5, 2, 3, 5)}  # times the mean
+UNEVEN = {f"fullest rank {times}x": times for times in (1.5, 3)}  # times the mean
+AS_RECORDED = "as recorded"
+
+
+def given(size: Size, routing: str, layer: int) -> list[Given]:
+    """The routes of batches, in turn. As recorded, experts are placed by the first batches, and have the next ones
+    over as many steps as they stay."""
+    of = size.tokens, size.top_k, size.experts
+    if routing == AS_RECORDED:
+        steps = *range(WINDOW), *range(WINDOW, WINDOW + EVERY, EVERY // 12)
+        return [Given.of(skewed_routes(*of, layer, step), size.experts) for step in steps]
+    routes_TK = uneven_routes(*of, world.size(), UNEVEN[routing]) if routing in UNEVEN else even_routes(*of)
+    return [Given.of(routes_TK, size.experts)]
 
 
 def route(engine: nn.Module, size: Size, routing: str) -> None:
-    """Has every router of the model route evenly, as UNEVEN says, or as it is made to."""
-    of = size.tokens, size.top_k, size.experts
-    routes_TK = uneven_routes(*of, world.size(), UNEVEN[routing]) if routing in UNEVEN else even_routes(*of)
-    expert_TK = routes_TK.to(device())
-    counts_E = torch.bincount(expert_TK.flatten(), minlength=size.experts).int()
-    chosen_TE = torch.zeros(size.tokens, size.experts, dtype=torch.int32, device=device()).scatter_(1, expert_TK, 1)
-    place_TK = (chosen_TE.cumsum(0) - 1).gather(1, expert_TK)
-    for layer in moe_layers(engine):
+    """Has every router of the model route evenly, as UNEVEN says, as recorded, or as it is made to."""
+    for i, layer in enumerate(moe_layers(engine)):
         router = layer.router if hasattr(layer, "router") else layer.gate
         made = vars(router).setdefault("made_as", type(router))
         if routing == "router":
@@ -318,5 +373,4 @@ def route(engine: nn.Module, size: Size, routing: str) -> None:
             continue
         router.__class__ = EvenRouter if issubclass(made, TokenChoiceTopKRouter) else (
             EvenGate if issubclass(made, TopKGate) else EvenBlockRouter)
-        vars(router).update(expert_TK=expert_TK, counts_E=counts_E, capacity=counts_E.max(),
-                            place_KT=place_TK.t().int().contiguous())
+        vars(router)["given"] = cycle(given(size, routing, i))

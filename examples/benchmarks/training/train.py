@@ -50,6 +50,7 @@ HP_CLASSIC = "ours, mxfp8_wgrad_with_hp, classic"
 BALANCED = "ours, mxfp8_wgrad_with_hp, balanced placement"
 WARM_UP = 4  # micro-batches
 ROUTINGS = ("even", "router")
+MORE_ROUTINGS = (*models.UNEVEN, models.AS_RECORDED)
 PHASES = ("forward", "backward", "optimizer")  # of a step
 REFERENCES = (AUTOEP, OURS_BF16, CLASSIC)
 
@@ -306,8 +307,8 @@ def main() -> None:
     parser.add_argument("--accumulation", nargs="+", type=run.one_or_more, metavar="N", default=[1, 4],
                         help="micro-batches of a step, one case after the other in one engine (default: 1 4); losses "
                         "compare between contenders that have run the same cases before")
-    parser.add_argument("--routings", nargs="+", choices=(*ROUTINGS, *models.UNEVEN), metavar="ROUTING",
-                        default=ROUTINGS, help=f"some of {', '.join((*ROUTINGS, *models.UNEVEN))} (default: the first "
+    parser.add_argument("--routings", nargs="+", choices=(*ROUTINGS, *MORE_ROUTINGS), metavar="ROUTING",
+                        default=ROUTINGS, help=f"some of {', '.join((*ROUTINGS, *MORE_ROUTINGS))} (default: the first "
                         "two)")
     parser.add_argument("--zero", type=int, choices=(1, 2), default=1, help="stage (default: %(default)s)")
     parser.add_argument("--steps", type=run.one_or_more, default=10,
