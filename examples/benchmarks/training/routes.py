@@ -140,12 +140,15 @@ def sentences(result: dict) -> list[str]:
 def plot(result: dict, pyplot) -> None:
     panels = {f"{n} ranks": {how: [100 * row[f"{how}_{n}"] - 100 for row in result["rows"]] for how in HOW}
               for n in RANKS if f"fixed_{n}" in result["rows"][0]}
-    show.spans(pyplot, panels, "load of the fullest rank above the mean, %, by layer and domain")
+    show.spans(pyplot, panels, "fullest rank above the mean, %")
 
 
 FIGURES = [(name, name, "{:.2f}") for name in ("preference", "drift", "noise")] + [
-    (f"{how}, {n} ranks", f"{how}_{n}", "{:.2f}") for n in RANKS for how in HOW]
-SHOWN = show.Shown("routes", [], FIGURES, plot, wide=False, sentences=sentences)
+    (f"{n} ranks {how}", f"{how}_{n}", "{:.2f}") for n in RANKS for how in HOW]
+NOTE = (f"Preference: how far experts differ. Drift: how far an expert's load moves in {APART} steps. Noise: how far "
+        "it differs between batches. All three: standard deviation of the loads' logarithms. Of ranks: the fullest "
+        "one's load over the mean.")
+SHOWN = show.Shown("routes", [], FIGURES, plot, wide=False, note=NOTE, sentences=sentences)
 
 
 def main() -> None:

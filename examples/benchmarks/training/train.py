@@ -9,7 +9,8 @@ with one micro-batch in a step and with gradients accumulated over several. The 
 norm, are the check. A model has as many layers as `Size.bytes_of` says fit.
 
 With "expert_placement": "balanced", experts move as each case's warm-up ends. move_ms is the time of a move of a
-quarter of all experts with their states, in which all ranks send at once.
+quarter of all experts with their states, in which all ranks send at once. The routing "as recorded" has the statistics
+of routes.py: batches differ, and the experts' loads move on after the decision.
 
 One contender at a time is in memory. Rows are added to what the result file has, so that a run of ten minutes goes on
 where the last one ended.
