@@ -32,7 +32,7 @@ from ..compute.formula import DTYPES
 from ..config import ConfigError, MXFP8MoEConfig
 from ..ffn.frozen_weights import FORMATS, FrozenWeights
 from ..layers.adapters import check_adapters, has_adapters, register_factors, take_wrappers, unwrapped
-from ..layers.experts import expert_blocks, spread
+from ..layers.experts import expert_blocks, let_zero3_reduce, spread
 from ..layers.held_experts import HeldExperts
 from ..ops.log import log_on_rank_0
 from ..recognition.stacked import DOWN, SPREAD_NAMES, Layout, is_stacked, shape_of
@@ -166,6 +166,7 @@ class _Spreading:
                 take_wrappers(experts, found.wrapper)
             if self.engine.zero_optimization_stage() == 3:
                 register_factors(block)
+                let_zero3_reduce(block)
             if frozen:
                 experts.frozen = frozen
                 self.frozen.append(experts)

@@ -222,6 +222,20 @@ def spread(block: nn.Module, experts: nn.Module, weights: dict[str, nn.Parameter
         _mark(parameter, block)
 
 
+def let_zero3_reduce(block: nn.Module) -> None:
+    """Lets ZeRO-3 take the gradients of a block whose tokens have none, as in the first layer where experts alone are
+    trained. It waits for the gradient of the tokens, and torch tells it at once if there will be none: it would then
+    reduce gradients that have not come, and free their parameters."""
+
+    def with_gradient(module: nn.Module, args: tuple) -> tuple:
+        if torch.is_grad_enabled() and args and torch.is_floating_point(args[0]) and not args[0].requires_grad:
+            args = args[0].detach().requires_grad_(), *args[1:]
+        return args
+
+    if any(p.requires_grad for p in block.parameters()):
+        block.register_forward_pre_hook(with_gradient, prepend=True)
+
+
 def _mark(parameter: nn.Parameter, block: nn.Module) -> None:
     """Lets DeepSpeed reduce, partition and save the parameter as one of this rank's experts."""
     parameter.allreduce = False

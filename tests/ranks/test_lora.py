@@ -334,3 +334,24 @@ def refused():
 
 def test_what_is_refused(ranks2):
     assert ranks2.run(refused) == [True, True]
+
+
+def losses_of_experts_alone(stage: int, adapters: bool) -> list[float]:
+    """Of a model of which nothing before the first layer's experts is trained."""
+    net = model()
+    if adapters:
+        torch.manual_seed(1)
+        net = peft.get_peft_model(net, peft.LoraConfig(r=4, target_modules=[], init_lora_weights=False,
+                                                       target_parameters=["experts.gate_up_proj"]))
+    else:
+        for name, p in net.named_parameters():
+            p.requires_grad = "experts" in name
+    return train_engine(build(net, {"enabled": True}, stage, rate=0.1), range(3))
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["experts", "adapters"])
+def test_experts_alone_train_in_zero3(ranks2, adapters):
+    expected = ranks2.run(losses_of_experts_alone, 2, adapters)
+    for losses, of_zero2 in zip(ranks2.run(losses_of_experts_alone, 3, adapters), expected, strict=True):
+        assert losses == pytest.approx(of_zero2, rel=1e-5)
+        assert losses[2] < losses[0] or adapters

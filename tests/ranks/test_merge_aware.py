@@ -63,7 +63,6 @@ def trained_and_served(directory, family, frozen, stage, ep_size, **changes):
 
     def make():
         net = with_experts_adapted(family, **changes)
-        net.enable_input_require_grads()  # without it, DeepSpeed's ZeRO-3 frees the first layer's factors too early
         return build(net, section, stage, ep_size, rate=0.05, **BF16)
 
     engine = make()
