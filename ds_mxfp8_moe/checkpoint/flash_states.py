@@ -19,11 +19,12 @@ from deepspeed.checkpoint.constants import (
     SINGLE_PARTITION_OF_FP32_GROUPS,
 )
 
+from ..compat.optimizer_parts import GROUP
+
 # Of FlashAdamW's groups: the bytes of a master with its correction, 0 where there is none.
 WIDTH = "master_bytewidth"
 OWN = WIDTH, "quantize"  # what a run holds as it was made, however the run of a checkpoint did
 BITS = "error_bits"
-OF_A_SCALE = 32  # values of a moment
 AT_ONCE = 2**26  # elements that are converted on the device at a time: the host has the room for all of them
 
 
@@ -158,7 +159,7 @@ def _dequantized(values: torch.Tensor, scales: torch.Tensor, spec: Any) -> torch
 
     scales = scales.view(torch.float16)
     return _in_pieces(values.numel(), torch.float32, lambda piece: dequantize(
-        values[piece], scales[piece.start // OF_A_SCALE:-(-piece.stop // OF_A_SCALE)], signed=spec.signed,
+        values[piece], scales[piece.start // GROUP:-(-piece.stop // GROUP)], signed=spec.signed,
         sqrt=spec.sqrt, softsign=spec.softsign))
 
 

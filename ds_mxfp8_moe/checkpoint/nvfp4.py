@@ -11,7 +11,7 @@ it, under these names:
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ class Parts(NamedTuple):
     factor: str
 
 
-def find_weights(names: Iterable[str]) -> dict[str, Parts]:
+def find_weights(names: Collection[str]) -> dict[str, Parts]:
     """The weights in NVFP4 among a checkpoint's tensors, by the name that they have in high precision.
 
     Raises:

@@ -12,6 +12,7 @@ import deepspeed.comm as dist
 import torch
 
 GROUP = 32  # values of flashoptim that share a scale
+LEAVE_OUT = 'leave "expert_placement" out, and go on from the last checkpoint'
 
 
 class Part(NamedTuple):
@@ -36,7 +37,7 @@ class Part(NamedTuple):
         low, high = (min(max(edge - self.first, 0), len(self.values) * self.each) for edge in (start, end))
         if low < high and (low % self.each or high % self.each):
             raise RuntimeError(f"elements {start} to {end} of a parameter begin or end within {self.each} that share "
-                               "one value of the optimizer's state: they cannot be moved apart")
+                               f"one value of the optimizer's state, and cannot be moved apart: {LEAVE_OUT}")
         return self.values[low // self.each:high // self.each]
 
 
@@ -112,12 +113,18 @@ def _states(optimizer: torch.optim.Optimizer, key: torch.Tensor, low: int, high:
             tensors = [state]
         elif hasattr(state, "is_quantized"):  # flashoptim's
             tensors = [state.quantized, state.scales] if state.is_quantized() else [state.data]
-        else:
+        elif state is None or isinstance(state, (int, float)):
             continue
+        else:
+            raise _unknown_form(optimizer, name, type(state).__name__)
         for tensor in tensors:
             each = 1 if tensor.numel() == key.numel() else GROUP
             if tensor.numel() == -(-key.numel() // each):
                 yield Part(Part(tensor.view(-1), 0, each).of(low, high), first, each)
             elif tensor.numel() > 1:
-                raise RuntimeError(f"{type(optimizer).__name__} keeps {name} {tuple(tensor.shape)} for "
-                                   f"{key.numel()} values, in a form that cannot be moved")
+                raise _unknown_form(optimizer, name, f"{tuple(tensor.shape)} for {key.numel()} values")
+
+
+def _unknown_form(optimizer: torch.optim.Optimizer, name: str, form: str) -> RuntimeError:
+    return RuntimeError(f"{type(optimizer).__name__} keeps {name}, {form}, in a form that cannot be moved: "
+                        f"{LEAVE_OUT}")
