@@ -48,6 +48,7 @@ PATCHES = tuple(Patch(*row) for row in (
      "the engine has its optimizer"),
     ("compat/zero.py", "__class__", "an optimizer of ZeRO-1 or 2", "a section without batch_gradients"),
     ("compat/clipping.py", "unscale_and_clip_grads", "an optimizer of ZeRO-0", "engine.destroy()"),
+    ("compat/sequences.py", "load_balancing_loss_func", "modules of transformers' models", "engine.destroy()"),
     ("compat/waiting.py", "generate", "a model of transformers", "engine.destroy()"),
     ("engine/graphs.py", "forward", "classes of attention", "engine.destroy()"),
     *(("checkpoint/saving.py", name, of, "stays: a model outlives its engine, and still has one rank's experts. Other "

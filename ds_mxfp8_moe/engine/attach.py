@@ -11,6 +11,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from ..checkpoint.engine_checkpoints import Checkpoints
 from ..checkpoint.saving import save_whole_models
 from ..compat.private_names import say_if_missing
+from ..compat.sequences import balance_whole_sequences
 from ..compute.block_fp8 import Rounding
 from ..compute.recorded import unknown_launcher
 from ..config import KEYS, SECTION, ConfigError, MXFP8MoEConfig, name_of, parse
@@ -68,6 +69,7 @@ def attach(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> ConversionReport:
                 layer.mxfp8_settings.choose_transport(layer.ep_group)
         build_executor(engine.module)
         save_whole_models(engine)
+        balance_whole_sequences(engine)
         if not say_if_missing("loading"):
             engine._mxfp8.checkpoints = Checkpoints(engine)
     else:

@@ -19,6 +19,7 @@ from deepspeed.utils import logger
 
 from ..compat.patches import patched, undo_wraps, wrap
 from ..compat.private_names import missing, say_if_missing
+from ..compat.sequences import for_autoep
 from ..config import SECTION, ConfigError, MXFP8MoEConfig, parse
 from ..layers.experts import converted_layers
 from ..layers.held_experts import holds_experts, quantized_experts
@@ -189,6 +190,7 @@ def _becoming(plain: Callable, engine: DeepSpeedEngine, *args, **kwargs) -> None
         make_moe_engine(engine)
         if (whole := bound.arguments.get("config_class")) is not None:
             bound.arguments["optimizer"] = optimizer_of(whole, bound.arguments.get("optimizer"))
+            bound.arguments["mpu"] = for_autoep(bound.arguments.get("mpu"), whole.zero_optimization_stage)
     plain(*bound.args, **bound.kwargs)
 
 
