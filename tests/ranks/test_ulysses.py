@@ -80,11 +80,14 @@ def trained(net, section, sp_size, mpu=None, **keys) -> tuple:
     return result
 
 
-def both(sp_size, ep_size, stage, family="qwen3_moe", changes=None, section=BF16) -> tuple:
+def both(sp_size, ep_size, stage, family="qwen3_moe", changes=None, section=BF16,
+         recompute=False) -> tuple:
     """`near` of one rank's training with whole sequences, and of ours."""
     whole, shared = (model(family, **(changes or {})) for _ in range(2))
     reference = PLAIN if section is BF16 else section
     own = trained(whole, reference, sp_size, stage=stage, ep_size=ep_size)
+    if recompute:
+        shared.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     with ulysses(shared, sp_size) as mpu:
         ours = trained(shared, section, sp_size, mpu, stage=stage, ep_size=ep_size)
     return near((*own[:2], 0), ours)
@@ -104,6 +107,11 @@ def test_experts_within_and_across_groups_of_sequences(ranks4, sp_size, ep_size,
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_the_auxiliary_loss_is_that_of_whole_sequences(ranks2, family):
     assert_trains_like_transformers(ranks2.run(both, 2, 2, 1, family, AUX_LOSS))
+
+
+@pytest.mark.slow
+def test_the_auxiliary_loss_in_two_groups_with_checkpointing(ranks4):
+    assert_trains_like_transformers(ranks4.run(both, 2, 4, 2, "qwen3_moe", AUX_LOSS, recompute=True))
 
 
 def test_biases_follow_the_loads_of_whole_sequences(ranks2):
