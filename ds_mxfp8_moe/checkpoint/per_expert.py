@@ -27,11 +27,17 @@ def checked(engine: DeepSpeedEngine) -> Published:
         ValueError: the model has no adapters of experts that can be served apart from it, one expert after the other.
     """
     blocks, model = dict(expert_blocks(engine.module)), published(engine)
-    if not saves_adapters(held_model(engine.module)[0]) or not any(map(outermost_wrapper, blocks.values())):
+    held = held_model(engine.module)[0]
+    if not saves_adapters(held) or not any(map(outermost_wrapper, blocks.values())):
         raise ValueError('adapters="per_expert" needs a model with adapters of experts by PEFT: leave it out')
     if any(block.experts.merges for block in blocks.values()):
         raise ValueError('the adapters were trained by "merge_aware", and are right only where they are merged: '
                          'take weights="fp8", or export_weights')
+    if odd := next((one.parameter_name for block in blocks.values() for one in wrappers_of(outermost_wrapper(block))
+                    for name, alpha in one.lora_alpha.items()
+                    if (one.r[name], alpha) != (held.peft_config[name].r, held.peft_config[name].lora_alpha)), None):
+        raise ValueError(f"rank_pattern or alpha_pattern gives {odd} a rank or alpha of its own, which files of "
+                         'single experts would lose: leave adapters="per_expert" out')
     if model.names.stacked:
         raise ValueError(f"published checkpoints of {model.names.skeleton.config.model_type} hold the experts of a "
                          f"layer in one tensor ({model.names.stacked[0]}), and so do adapters: leave "

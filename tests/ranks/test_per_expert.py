@@ -56,10 +56,16 @@ def test_products_are_those_of_pefts_files(ranks2, tmp_path, family, stage, ep_s
     assert config == before
 
 
+def other_alpha():
+    return peft.get_peft_model(model(), peft.LoraConfig(
+        r=4, target_modules=[], target_parameters=["experts.gate_up_proj"], alpha_pattern={"gate_up_proj": 32}))
+
+
 def refused(directory):
     for net, section, text in (
             (model(), SECTION, "needs a model with adapters of experts"),
             (adapted("gpt_oss"), SECTION, "of gpt_oss hold the experts of a layer in one tensor"),
+            (other_alpha(), SECTION, "alpha_pattern gives gate_up_proj a rank or alpha of its own"),
             (adapted(), {**SECTION, "merge_aware": True}, "trained by .merge_aware., and are right only where they")):
         engine = build(net, section, 1, 2)
         with pytest.raises(ValueError, match=re.compile(text)):
