@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
-from safetensors.torch import load_file, save_file
 
 from ..layers.adapters import by_expert, outermost_wrapper, saves_adapters, wrappers_of
 from ..layers.experts import expert_blocks
@@ -47,6 +46,8 @@ def checked(engine: DeepSpeedEngine) -> Published:
 
 def split_experts(folder: Path, model: Published) -> None:
     """Rewrites PEFT's files in a folder, of each adapter. `model`: of `checked`."""
+    from safetensors.torch import load_file, save_file  # transformers brings it
+
     for path in folder.rglob("adapter_model.safetensors"):
         tensors, modules = load_file(path), set()
         for names, low in _found(tensors, model):
