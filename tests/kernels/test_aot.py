@@ -328,9 +328,10 @@ def test_subnormals_are_not_flushed(launches):
 
 # Most bytes of a thread's stack with Triton 3.6, and with later releases, whose LLVM and ptxas take more registers:
 # for clamped activations, and for the cast to rows and columns at once. Hopper's GEMMs have two
-# warpgroups that share all registers. Triton 3.6 spills most where the FP8 GEMM's results are float32: in bf16 24.
+# warpgroups that share all registers. Triton 3.6 spills most where the FP8 GEMM's results are float32: in bf16 24; and
+# where adapters are merged into MXFP4. Later releases spill nothing there.
 STACK_BYTES = {"grouped_gemm_hopper.": (224, 64), "_hopper.": (160, 160), "activation._backward_kernel": (32, 208),
-               "quantize._quantize_matrix": (0, 48)}
+               "quantize._quantize_matrix": (0, 48), "merge._merge_mxfp4": (688, 0), "pack._pack": (8, 0)}
 
 
 def test_few_spills(launches):
