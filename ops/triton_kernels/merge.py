@@ -33,6 +33,17 @@ TILES_TILE, PLAIN_TILE = Tile(128, 128, 16), Tile(32, 128, 8)
 
 
 @triton.jit
+def _place(M, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """Of a program's tile: the expert, the first row and column, the rows and columns from there to the matrix' end,
+    the first value's place in the matrix, the others' from there on, and which values are inside."""
+    m0, n0 = tile_origin(N, BM, BN, 1)
+    height, width = tl.minimum(M - m0, BM).to(tl.int32), N - n0
+    row, column = tl.arange(0, BM), tl.arange(0, BN)
+    mask = (row < height)[:, None] & (column < width)[None, :]
+    return tl.program_id(1).to(tl.int64), m0, n0, height, width, m0 * N + n0, row[:, None] * N + column[None, :], mask
+
+
+@triton.jit
 def _update(a_ptr, b_ptr, height, width, RANK, BM: tl.constexpr, BN: tl.constexpr, N: tl.constexpr):
     """Of a tile: products of the rows of b and the columns of a, summed in the order of the rank, in float32."""
     row, column = tl.arange(0, BM), tl.arange(0, BN)
@@ -69,12 +80,7 @@ def _merge_tiles_kernel(data_ptr, data_stride, scale_ptr, scale_stride, a_ptr, b
     B: tl.constexpr = 128
     LEAST_NORMAL: tl.constexpr = 0.015625  # of e4m3
     tiles_n: tl.constexpr = (N + B - 1) // B
-    expert = tl.program_id(1).to(tl.int64)
-    m0, n0 = tile_origin(N, B, B, 1)
-    height, width, origin = tl.minimum(M - m0, B).to(tl.int32), N - n0, m0 * N + n0
-    row, column = tl.arange(0, B), tl.arange(0, B)
-    mask = (row < height)[:, None] & (column < width)[None, :]
-    offset = row[:, None] * N + column[None, :]
+    expert, m0, n0, height, width, origin, offset, mask = _place(M, N, B, B)
     tile = m0 // B * tiles_n + n0 // B
     before = tl.load(data_ptr + (expert * data_stride + origin) + offset, mask, other=0)
     byte_before = tl.load(scale_ptr + expert * scale_stride + tile + tl.arange(0, 1)[:, None])
@@ -100,12 +106,8 @@ def _merge_mxfp4_kernel(words_ptr, scale_ptr, a_ptr, b_ptr, out_ptr, out_scale_p
     """words [M, N / 8] of each expert, with eight values in each. The first two are its seeds."""
     B: tl.constexpr = 128
     tiles_n: tl.constexpr = (N + B - 1) // B
-    expert = tl.program_id(1).to(tl.int64)
-    m0, n0 = tile_origin(N, B, B, 1)
-    height, width, origin = tl.minimum(M - m0, B).to(tl.int32), N - n0, m0 * N + n0
-    row, column = tl.arange(0, B), tl.arange(0, B)
-    mask = (row < height)[:, None] & (column < width)[None, :]
-    word, block = tl.arange(0, B // 8), tl.arange(0, B // 32)
+    expert, m0, n0, height, width, origin, offset, mask = _place(M, N, B, B)
+    row, word, block = tl.arange(0, B), tl.arange(0, B // 8), tl.arange(0, B // 32)
     words = tl.load(words_ptr + (expert * M * (N // 8) + m0 * (N // 8) + n0 // 8) +
                     (row[:, None] * (N // 8) + word[None, :]),
                     (row < height)[:, None] & (word * 8 < width)[None, :], other=0)
@@ -123,7 +125,6 @@ def _merge_mxfp4_kernel(words_ptr, scale_ptr, a_ptr, b_ptr, out_ptr, out_scale_p
     size = tl.reshape(tl.abs(merged), [B, B // 32, 32])
     chosen = mxfp4_scale(size, exponent)
     units, step = over_mxfp4_scale(size, chosen)
-    offset = row[:, None] * N + column[None, :]
     bits = _random_bits(words_ptr + expert * M * (N // 8), origin.to(tl.int32) + offset)
     random = tl.reshape((bits & 0xFFFF).to(tl.float32), [B, B // 32, 32]) * 2.0**-16
     whole = (units + random).to(tl.int32).to(tl.float32)
@@ -140,12 +141,7 @@ def _merge_mxfp4_kernel(words_ptr, scale_ptr, a_ptr, b_ptr, out_ptr, out_scale_p
 @triton.jit
 def _merge_plain_kernel(w_ptr, a_ptr, b_ptr, seeds_ptr, out_ptr, M, RANK, N: tl.constexpr, BM: tl.constexpr,
                         BN: tl.constexpr):
-    expert = tl.program_id(1).to(tl.int64)
-    m0, n0 = tile_origin(N, BM, BN, 1)
-    height, width, origin = tl.minimum(M - m0, BM).to(tl.int32), N - n0, m0 * N + n0
-    row, column = tl.arange(0, BM), tl.arange(0, BN)
-    mask = (row < height)[:, None] & (column < width)[None, :]
-    offset = row[:, None] * N + column[None, :]
+    expert, m0, n0, height, width, origin, offset, mask = _place(M, N, BM, BN)
     before = tl.load(w_ptr + (expert * M * N + origin) + offset, mask, other=0.0)
     update = _update(a_ptr + (expert * RANK * N + n0), b_ptr + (expert * M + m0) * RANK, height, width, RANK, BM, BN,
                      N)

@@ -24,6 +24,11 @@ class Interval(NamedTuple):
     spread: float | None
     pairs: int
 
+    def of_pairs(self, form: str) -> str:
+        """What it says beside the mean. `form`: of a number."""
+        between = "" if self.low is None else f", 95 % interval {self.low:{form}} to {self.high:{form}}"
+        return f"in the mean of {self.pairs} pairs{between}"
+
 
 def inside(t: float, freedom: int) -> float:
     """P(|T| <= t) of Student's distribution, by its finite sum for whole degrees of freedom.

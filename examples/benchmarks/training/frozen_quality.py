@@ -146,9 +146,7 @@ def sentences(result: dict) -> list[str]:
     for when, key in (("", "cost"), (" before training", "cost_before")):
         for name, of_pairs in costs(result, key).items():
             found = interval(of_pairs)
-            between = "" if found.low is None else f", 95 % interval {found.low:+.3%} to {found.high:+.3%}"
-            told.append(f"Held-out loss{when}, {name} beside {BF16}: {found.mean:+.3%} in the mean of {found.pairs} "
-                        f"pairs{between}.")
+            told.append(f"Held-out loss{when}, {name} beside {BF16}: {found.mean:+.3%} {found.of_pairs('+.3%')}.")
     return told
 
 

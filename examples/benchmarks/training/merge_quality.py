@@ -100,13 +100,8 @@ def shares(result: dict) -> dict[str, list[float]]:
 
 
 def sentences(result: dict) -> list[str]:
-    told = []
-    for name, of_pairs in shares(result).items():
-        found = interval(of_pairs)
-        between = "" if found.low is None else f", 95 % interval {found.low:.1%} to {found.high:.1%}"
-        told.append(f"{name}: {found.mean:.1%} of the gain with adapters apart, in the mean of {found.pairs} "
-                    f"pairs{between}.")
-    return told
+    return [f"{name}: {found.mean:.1%} of the gain with adapters apart, {found.of_pairs('.1%')}."
+            for name, found in ((name, interval(of_pairs)) for name, of_pairs in shares(result).items())]
 
 
 def plot(result: dict, pyplot) -> None:
