@@ -25,7 +25,7 @@ from ..compat.optimizer_parts import GROUP
 WIDTH = "master_bytewidth"
 OWN = WIDTH, "quantize"  # what a run holds as it was made, however the run of a checkpoint did
 BITS = "error_bits"
-AT_ONCE = 2**26  # elements that are converted on the device at a time: the host has the room for all of them
+AT_ONCE = 2**26  # elements that the device converts at a time: only the host has room for all of them
 
 
 def in_full(file: Any, zero: Any) -> Any:

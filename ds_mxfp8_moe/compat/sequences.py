@@ -21,7 +21,7 @@ from .patches import wrap
 class SequenceParallel:
     """Ulysses' mpu, except that it says that no tensors are parallel.
 
-    It has no size of tensor parallelism. AutoEP takes that of model parallelism for it, which is the sequences'.
+    Ulysses' own has no tensor-parallel size, so AutoEP reads its model-parallel size: the ranks that share a sequence.
     """
 
     def __init__(self, mpu: Any):
@@ -50,7 +50,7 @@ def for_autoep(mpu: Any, stage: int) -> Any:
 
 
 def balance_whole_sequences(engine: DeepSpeedEngine) -> None:
-    """Lets the auxiliary loss of transformers' models be that of whole sequences, on each rank that has a part."""
+    """Computes the auxiliary loss of transformers' models over whole sequences, on each rank that has a part."""
     if isinstance(engine.mpu, SequenceParallel):
         for name in {type(module).__module__ for module in engine.module.modules()}:
             if hasattr(sys.modules[name], "load_balancing_loss_func"):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moves experts between the ranks of an engine (layers/placement.py), between two steps, when there are no gradients.
 
-An expert's weights change places with those of the expert in the same slot of another rank, and so does all that the
-optimizer keeps for them. Each rank sends and gets the same ranges of its tensors, so layouts and partitions stay.
-What every rank has whole (biases, adapters) stays where it is.
+Two experts in the same slot of two ranks trade places: their weights, and all that the optimizer keeps for them. Each
+rank sends and gets the same ranges of its tensors, so layouts and partitions stay. What every rank has whole (biases,
+adapters) stays where it is.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
