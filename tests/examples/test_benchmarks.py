@@ -540,6 +540,8 @@ SCRIPTS = {
     "training.convergence": (study, 2, (), {}, {BF16, "default_128", *convergence.OPTIMIZERS}),
     "training.convergence, own": (own_study, 2, (), {}, {BF16, OWN, YARDSTICK}),
     "training.from_files": (run_script, 1, (*BRIEF, "--folders", "."), {}, set()),
+    "training.from_files, ranks": (run_script, 2, (*BRIEF, "--folders", ".", "--models", "tiny"), {},
+                                   {whole_model.DEFAULT, whole_model.IN_4_BITS}),
 }
 
 

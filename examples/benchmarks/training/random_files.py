@@ -21,14 +21,16 @@ from ds_mxfp8_moe.compute.block_fp8 import to_block_fp8
 from ds_mxfp8_moe.compute.mx import quantize_tiles
 from lib.world import BF16, device
 
-IN_BF16, IN_FP8, IN_MXFP4 = "bf16", "FP8", "MXFP4"
+IN_BF16, IN_FP8, IN_MXFP4, IN_NVFP4 = "bf16", "FP8", "MXFP4", "NVFP4"
 QUANTISATION = {IN_MXFP4: {"quant_method": "mxfp4"},
+                IN_NVFP4: {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "*self_attn*"]},
                 IN_FP8: {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
                          "scale_fmt": "ue8m0",
                          "modules_to_not_convert": ["lm_head", r".*\.self_attn", r".*\.shared_experts",
                                                     r".*\.mlp\.(gate|up|down)_proj"]}}
 DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "U8"}
 E2M1_RMS = 2.93  # of all its values
+E4M3_SCALES = 0x70, 0x7f  # bytes of the scales in NVFP4, from 128 to 448
 FILLED = 0.9  # of what is free in a folder
 WRITERS = 8
 
@@ -38,6 +40,30 @@ def weights(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=BF16, device=device()) * shape[-1]**-0.5
 
 
+def in_bf16(name: str, n: int, k: int) -> dict[str, torch.Tensor]:
+    """What a file has for the weight `name`, [n, k], as the functions below."""
+    return {name: weights(n, k)}
+
+
+def in_fp8(name: str, n: int, k: int) -> dict[str, torch.Tensor]:
+    weight, factors = to_block_fp8(quantize_tiles(weights(n, k)))
+    return {f"{name}_scale_inv": factors, name: weight}
+
+
+def in_nvfp4(name: str, n: int, k: int) -> dict[str, torch.Tensor]:
+    """As ModelOpt writes it."""
+    scales = torch.randint(*E4M3_SCALES, (n, k // 16), dtype=torch.uint8, device=device()).view(torch.float8_e4m3fn)
+    return {name: torch.randint(256, (n, k // 2), dtype=torch.uint8, device=device()), f"{name}_scale": scales,
+            f"{name}_scale_2": k**-0.5 / E2M1_RMS / scales.float().square().mean().sqrt()}
+
+
+def stack_in_mxfp4(name: str, experts: int, n: int, k: int) -> dict[str, torch.Tensor]:
+    exponent = 127 + round(torch.tensor(k**-0.5 / E2M1_RMS).log2().item())
+    blocks = torch.randint(256, (experts, n, k // 32, 16), dtype=torch.uint8, device=device())
+    scales = torch.randint(exponent - 1, exponent + 2, (experts, n, k // 32), dtype=torch.uint8, device=device())
+    return {f"{name}_blocks": blocks, f"{name}_scales": scales}
+
+
 def expert_tensors(name: str, shape: torch.Size, files: str) -> Iterator[tuple[str, torch.Tensor]]:
     """A stack of experts as published checkpoints have it: a stack in MXFP4, and else expert by expert.
 
@@ -45,19 +71,13 @@ def expert_tensors(name: str, shape: torch.Size, files: str) -> Iterator[tuple[s
     """
     if files == IN_MXFP4:
         experts, k, n = shape
-        exponent = 127 + round(torch.tensor(k**-0.5 / E2M1_RMS).log2().item())
-        yield f"{name}_blocks", torch.randint(256, (experts, n, k // 32, 16), dtype=torch.uint8, device=device())
-        yield f"{name}_scales", torch.randint(exponent - 1, exponent + 2, (experts, n, k // 32), dtype=torch.uint8,
-                                              device=device())
-    else:
-        stem, stack = name.rsplit(".", 1)
-        parts = ("gate_proj", "up_proj") if stack == "gate_up_proj" else (stack, )
-        for one in (f"{stem}.{e}.{part}.weight" for e in range(shape[0]) for part in parts):
-            weight = weights(shape[1] // len(parts), shape[2])
-            if files == IN_FP8:
-                weight, factors = to_block_fp8(quantize_tiles(weight))
-                yield f"{one}_scale_inv", factors
-            yield one, weight
+        yield from stack_in_mxfp4(name, experts, n, k).items()
+        return
+    written = {IN_BF16: in_bf16, IN_FP8: in_fp8, IN_NVFP4: in_nvfp4}[files]
+    stem, stack = name.rsplit(".", 1)
+    parts = ("gate_proj", "up_proj") if stack == "gate_up_proj" else (stack, )
+    for one in (f"{stem}.{e}.{part}.weight" for e in range(shape[0]) for part in parts):
+        yield from written(one, shape[1] // len(parts), shape[2]).items()
 
 
 def random_tensors(like: dict[str, torch.Tensor], files: str) -> dict[str, torch.Tensor]:
