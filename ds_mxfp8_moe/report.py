@@ -4,6 +4,9 @@
 The config is DeepSpeed's JSON, or a file of a client that names it. The report says what will happen with it, and what
 would make training with it and the model faster. It only reads, and never starts torch.distributed.
 `python -m ds_mxfp8_moe.report` is the same. The form is DeepSpeed's ds_report: names, dots, values.
+
+`ds_mxfp8_report --metrics FOLDER` says from a run's metrics how full the fullest rank was, and how full it would be
+with "expert_placement": "balanced".
 """
 
 import argparse
@@ -14,6 +17,7 @@ import platform
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -36,6 +40,7 @@ from .config import (
     resolve,
     shown,
 )
+from .engine import skew
 from .engine.advice import about_enabled, about_expert_parallel, about_keys, about_speed
 from .engine.self_check import line_about, remembered, worst
 from .ops.device import has_kernels
@@ -60,7 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="ds_mxfp8_report", description="What ds_mxfp8_moe would use here, and why.")
     parser.add_argument("config", nargs="?", help="a DeepSpeed config, or the YAML or JSON of a client that names one")
     parser.add_argument("model", nargs="?", help="a Hugging Face model's folder or name, to see what would be faster")
+    parser.add_argument("--metrics", type=Path, metavar="FOLDER", help='say instead what a run\'s "metrics" say of '
+                        "uneven routing. FOLDER: output_path and job_name of DeepSpeed's CSV monitor")
+    parser.add_argument("--plot", metavar="FILE", help="with --metrics: the picture of the ranks' loads to write")
     args = parser.parse_args(argv)
+    if args.metrics:
+        return print_skew(args.metrics, args.plot)
 
     _heading("ds_mxfp8_moe: what this machine would use and why")
     device_type, _ = current_device()
@@ -89,6 +99,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         _line(name, _version(name))
     _line("cuda (of torch)", torch.version.cuda or "none: torch is built without CUDA")
     return 1 if problem else 0
+
+
+def print_skew(folder: Path, picture: str | None) -> int:
+    """Prints what a run's metrics say of uneven routing. Returns the exit status. `picture`: a file to write."""
+    _heading(f"uneven routing in {folder}")
+    try:
+        layers = skew.read(folder)
+        for name, text in skew.lines(folder, layers):
+            _line(name, text)
+        if picture:
+            skew.plot(layers, picture)
+    except (ImportError, OSError, ValueError) as error:
+        print(f"[FAIL] {error}")
+        return 1
+    return 0
 
 
 def print_section(path: str | None, model: str | None, statuses: Sequence[TransportStatus]) -> str | None:

@@ -3,11 +3,13 @@
 
 In one step of `every`, each converted layer takes a sample of its first micro-batch. Evaluations are not sampled. The
 samples stay on the device until the step's end. Their sums over all ranks then go to DeepSpeed's monitors
-(TensorBoard, W&B, CSV, Comet), as Train/MoE/<layer>/<name>. examples/guides/metrics.md explains the figures. In other
-steps nothing is computed and nothing is timed.
+(TensorBoard, W&B, CSV, Comet), as Train/MoE/<layer>/<name>. The CSV monitor also gets the loads of all ranks and
+experts, which engine/skew.py reads. examples/guides/metrics.md explains the figures. In other steps nothing is
+computed and nothing is timed.
 """
 
 import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,34 +18,34 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ..transport.deadline import answers_of_all, deadline_for
+from .placement import fullest
 
 PREFIX = "Train/MoE"
+LOADS = ("rank_loads", "expert_loads")
 
 
-def load_figures(counts_E: Sequence[float], ep_size: int) -> dict[str, float]:
-    """The figures of the load. `counts_E`: of the experts of the first of `ep_size` ranks, of the second, and so on.
-    """
-    total, E = sum(counts_E), len(counts_E)
+def load_figures(loads_R: Sequence[float], loads_E: Sequence[float]) -> dict[str, float]:
+    """The figures of the loads of ranks and experts."""
+    total, E = sum(loads_E), len(loads_E)
     if not total:
         return {}
-    mean, of_rank = total / E, E // ep_size
-    ranks = [sum(counts_E[i:i + of_rank]) for i in range(0, E, of_rank)]
-    entropy = -sum(count / total * math.log(count / total) for count in counts_E if count)
-    return {"load_most": max(counts_E) / mean, "load_fewest": min(counts_E) / mean,
-            "load_entropy": entropy / math.log(E) if E > 1 else 1.0, "rank_most": max(ranks) * ep_size / total}
+    entropy = -sum(load / total * math.log(load / total) for load in loads_E if load)
+    return {"load_most": max(loads_E) * E / total, "load_fewest": min(loads_E) * E / total,
+            "load_entropy": entropy / math.log(E) if E > 1 else 1.0, "rank_most": fullest(loads_R)}
 
 
 def figures_of(sums: Sequence[float], largest: Sequence[float], ep_size: int) -> dict[str, float]:
     """A layer's figures by name.
 
     Args:
-        sums: over ranks: of their samples, of their wait_ms and exchange_ms, and of 1 for each rank with times.
+        sums: over ranks: the loads of the `ep_size` ranks; then of their samples, of their wait_ms and exchange_ms,
+            and of 1 for each rank with times.
         largest: over ranks: the largest absolute value, and the longest wait_ms.
     """
-    *chosen_E, dropped, tokens, blocks, zeros, saturated, signal, noise, wait_ms, exchange_ms, timed = sums
+    *loads, dropped, tokens, blocks, zeros, saturated, signal, noise, wait_ms, exchange_ms, timed = sums
     amax, longest_wait_ms = largest
-    found = load_figures(chosen_E, ep_size)
-    if total := sum(chosen_E):
+    found = load_figures(loads[:ep_size], loads[ep_size:])
+    if total := sum(loads[:ep_size]):
         found["dropped"] = dropped / total
     if tokens:
         found["amax"] = amax
@@ -69,6 +71,7 @@ class Metrics:
         self.layers = {layer.mxfp8_settings.name: layer for layer in layers}
         # The layers of any rank: name, experts and ep_size.
         self.of_all_ranks: list[tuple[str, int, int]] | None = None
+        self._written = 0.0  # when, by the host's clock
         self._ask()
 
     def _ask(self) -> None:
@@ -91,26 +94,51 @@ class Metrics:
         if not self.of_all_ranks:
             return
         samples, amaxes, times = [], [], []
-        for name, num_experts, _ in self.of_all_ranks:
+        for name, num_experts, ep_size in self.of_all_ranks:
             taken = self.layers[name].mxfp8_samples if name in self.layers else None
             # A layer that was not called, or only by other ranks, adds nothing.
             of_layer, amax, timed = taken[0] if taken else (torch.zeros(num_experts + 7, device=self.engine.device),
                                                             torch.zeros(1, device=self.engine.device), None)
+            by_rank_E = of_layer[:num_experts]
             if name in self.layers and (placement := self.layers[name].mxfp8_placement) is not None:
-                of_layer = torch.cat([placement.by_rank(of_layer[:num_experts]), of_layer[num_experts:]])
-            samples.append(of_layer)
+                by_rank_E = placement.by_rank(by_rank_E)
+            samples.append(torch.cat([by_rank_E.view(ep_size, -1).sum(1), of_layer]))
             amaxes.append(amax)
             times.append([timed.wait_ms(), timed.exchange_ms(), 1.0] if timed else [0.0, 0.0, 0.0])
         times_L3 = torch.tensor(times, device=self.engine.device)
-        sums, largest = torch.cat([*samples, times_L3.flatten()]), torch.cat([*amaxes, times_L3[:, 0]])
+        sums = torch.cat([*samples, times_L3.flatten()])
+        largest = torch.cat([*amaxes, times_L3[:, 0], torch.where(times_L3[:, 2] > 0, -times_L3[:, 1], -math.inf)])
         with deadline_for(dist.get_world_group(), sums.device, "the sum of the metrics over all ranks"):
             dist.all_reduce(sums)
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         if dist.get_rank() > 0:
             return
         *parts, times_L3 = sums.cpu().split([*map(len, samples), times_L3.numel()])  # the host waits here
-        of_layers = zip(self.of_all_ranks, parts, times_L3.view(-1, 3), largest.cpu().view(2, -1).T, strict=True)
-        self.engine.monitor.write_events([
-            (f"{PREFIX}/{layer}/{name}", value, self.engine.global_samples)
-            for (layer, _, ep_size), part, times, most in of_layers
-            for name, value in figures_of([*part.tolist(), *times.tolist()], most.tolist(), ep_size).items()])
+        times_L3, largest_L3 = times_L3.view(-1, 3), largest.cpu().view(3, -1).T
+        figures, loads = self._figures_of_all_layers(times_L3, -largest_L3[:, 2]), []
+        for (layer, _, ep_size), part, times, most in zip(
+                self.of_all_ranks, map(torch.Tensor.tolist, parts), times_L3.tolist(), largest_L3[:, :2].tolist(),
+                strict=True):
+            found = figures_of([*part, *times], most, ep_size)
+            figures |= {f"{layer}/{name}": value for name, value in found.items()}
+            if "rank_most" in found:
+                loads += [(f"{PREFIX}/{layer}/{name}", " ".join(f"{load:.0f}" for load in of_layer),
+                           self.engine.global_steps)
+                          for name, of_layer in zip(LOADS, (part[:ep_size], part[ep_size:-7]), strict=True)]
+        self.engine.monitor.write_events([(f"{PREFIX}/{name}", value, self.engine.global_samples)
+                                          for name, value in figures.items()])
+        if self.engine.monitor.csv_monitor is not None:
+            self.engine.monitor.csv_monitor.write_events(loads)
+
+    def _figures_of_all_layers(self, times_L3: torch.Tensor, least_L: torch.Tensor) -> dict[str, float]:
+        """`least_L`: the shortest exchange_ms of a rank."""
+        found, now = {}, time.monotonic()
+        if self._written:
+            micro_batches = self.every * self.engine.gradient_accumulation_steps()
+            found["micro_batch_ms"] = 1e3 * (now - self._written) / micro_batches
+        self._written = now
+        _, exchange_L, ranks_L = times_L3.T
+        if ranks_L.any():
+            waits_L = torch.where(ranks_L > 0, exchange_L - ranks_L * least_L, 0)
+            found["exchange_wait_ms"] = waits_L.sum().item() / dist.get_world_size()
+        return found

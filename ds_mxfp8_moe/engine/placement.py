@@ -110,12 +110,11 @@ class Placing:
         wanted, before, after, moved = {}, [], [], 0
         for layer, loads_E in zip(self.layers, loads, strict=True):
             now = layer.mxfp8_placement.experts_RL
-            found, of_a_rank = balanced(loads_E, now), max(sum(loads_E), 1) / layer.ep_size
-            fullest, lower = max(rank_loads(loads_E, now)), max(rank_loads(loads_E, found))
-            if fullest - lower > SMALLEST_GAIN * fullest:
+            found = better(loads_E, now)
+            if found is not now:
                 wanted[layer] = found
-                before.append(fullest / of_a_rank)
-                after.append(lower / of_a_rank)
+                before.append(fullest(rank_loads(loads_E, now)))
+                after.append(fullest(rank_loads(loads_E, found)))
                 moved += sum(a != b for rows in zip(now, found, strict=True) for a, b in zip(*rows, strict=True))
         if not wanted:
             return
@@ -149,6 +148,42 @@ def balanced(loads_E: Sequence[float], experts_RL: Sequence[Sequence[int]]) -> l
         found[full][slot], found[r][slot] = other, mine
         of_rank[full] -= loads_E[mine] - loads_E[other]
         of_rank[r] += loads_E[mine] - loads_E[other]
+
+
+def better(loads_E: Sequence[float], experts_RL: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+    """`balanced`, or the placement that is, if the fullest rank would have hardly less to do."""
+    found = balanced(loads_E, experts_RL)
+    before, after = (max(rank_loads(loads_E, placement)) for placement in (experts_RL, found))
+    return found if before - after > SMALLEST_GAIN * before else experts_RL
+
+
+def predicted(steps: Sequence[int], loads_SE: Sequence[Sequence[float]], num_ranks: int) -> list[list[float]]:
+    """The loads of ranks if "balanced" had placed the experts, each time from the steps before.
+
+    Args:
+        steps: ascending, those that have loads. If that is not every step, a window lasts longer, and decisions wait
+            for its end.
+
+    Returns:
+        [S - WINDOW, R], in the steps that follow the first decision.
+    """
+    placement, decided, found = at_home(num_ranks, len(loads_SE[0]) // num_ranks), -EVERY, []
+    for s in range(WINDOW, len(steps)):
+        if steps[s - 1] - decided >= EVERY:
+            placement = better([sum(of_expert) for of_expert in zip(*loads_SE[s - WINDOW:s], strict=True)], placement)
+            decided = steps[s - 1]
+        found.append(rank_loads(loads_SE[s], placement))
+    return found
+
+
+def at_home(num_ranks: int, num_local_experts: int) -> Sequence[Sequence[int]]:
+    """The placement of "fixed"."""
+    return [range(r * num_local_experts, (r + 1) * num_local_experts) for r in range(num_ranks)]
+
+
+def fullest(loads_R: Sequence[float]) -> float:
+    """The load of the fullest rank over the mean. 1 if there are none."""
+    return max(loads_R) * len(loads_R) / sum(loads_R) if any(loads_R) else 1.0
 
 
 def rank_loads(loads_E: Sequence[float], experts_RL: Sequence[Sequence[int]]) -> list[float]:

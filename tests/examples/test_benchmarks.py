@@ -681,11 +681,3 @@ def test_routes_as_recorded_have_the_statistics_of_the_records():
     preference, drift, noise = (statistics.mean(one[name] for one in found) for name in found[0])
     assert preference == pytest.approx(models.PREFERENCE, rel=0.2)
     assert drift == pytest.approx(models.DRIFT, rel=0.2) and noise == pytest.approx(models.NOISE, rel=0.1)
-
-
-def test_a_plan_is_decided_from_the_steps_before():
-    """Two experts with most of the load, which lie on one rank until the first decision, then on one again."""
-    first, then = [5, 1, 5, 1, 1, 1, 1, 1], [5, 1, 1, 1, 1, 1, 1, 5]
-    fixed, found = (routes.fullest_ranks([first] * 54 + [then] * 60, 2, balance) for balance in (False, True))
-    assert fixed == [1.5] * 50 + [1] * 60
-    assert found == [1] * 50 + [1.5] * 50 + [1] * 10

@@ -16,6 +16,7 @@ import ds_mxfp8_moe
 from ds_mxfp8_moe.engine import metrics
 from ds_mxfp8_moe.layers import settings
 from ds_mxfp8_moe.layers.experts import converted_layers
+from ds_mxfp8_moe.transport.timed import Timed
 from tests.support.autoep_models import autoep_layers, engine, train_engine, watch_choices
 from tests.support.engine_cases import Block
 from tests.support.metrics_cases import monitor, written
@@ -45,12 +46,19 @@ def train_autoep(folder: str) -> tuple[list, list]:
 
 
 def test_figures_of_autoep_layers_are_those_of_all_ranks(ranks2, tmp_path):
+    start = time.monotonic()
     (_, counts), _ = ranks2.run(train_autoep, str(tmp_path))
     found = written(tmp_path)
-    assert set(found) == {f"model.layers.{i}.mlp_{name}" for i in range(2) for name in FIGURES}
+    (sample, micro_batch_ms), = found.pop("micro_batch_ms")
+    assert sample == 32 and 0 < 4 * micro_batch_ms < 1e3 * (time.monotonic() - start)  # from step 2 to step 4
+    assert set(found) == {f"model.layers.{i}.mlp_{name}" for i in range(2) for name in FIGURES} | {"exchange_wait_ms"}
     assert {tuple(step for step, _ in rows) for rows in found.values()} == {(16, 32)}  # samples after steps 2 and 4
     for i, of_layer in enumerate(counts):
-        for name, value in metrics.load_figures(of_layer, 2).items():
+        by_rank = [sum(of_layer[:4]), sum(of_layer[4:])]
+        for name, loads in (("rank", by_rank), ("expert", of_layer)):
+            text = (tmp_path / f"job/Train_MoE_model.layers.{i}.mlp_{name}_loads.csv").read_text()
+            assert text.splitlines()[2] == f"4,{' '.join(f'{load:.0f}' for load in loads)}"
+        for name, value in metrics.load_figures(by_rank, of_layer).items():
             assert found[f"model.layers.{i}.mlp_{name}"][-1][1] == pytest.approx(value)
         assert 25 < found[f"model.layers.{i}.mlp_sqnr_db"][-1][1] < 40
         assert found[f"model.layers.{i}.mlp_dropped"][-1][1] == 0
@@ -86,21 +94,31 @@ def test_classic_layers_train_the_same_with_and_without(ranks2, tmp_path):
 
 
 def late(folder: str) -> None:
-    """Rank 1 comes to each forward 0.2 s later than rank 0."""
+    """Rank 1 comes to each forward 0.2 s later than rank 0, and 0.4 s later to each combine."""
     net = engine(section(1), 0, **monitor(folder))
     first = autoep_layers(net.module)[0]
     if dist.get_rank() == 1:
         first.register_forward_pre_hook(lambda *_: time.sleep(0.2))
-    train_engine(net, range(2))
+        plain = Timed.combine
+
+        def combine(*args, **kwargs):
+            time.sleep(0.4)
+            return plain(*args, **kwargs)
+
+        with mock.patch.object(Timed, "combine", combine):
+            train_engine(net, range(2))
+    else:
+        train_engine(net, range(2))
 
 
 def test_the_time_for_which_ranks_wait(ranks2, tmp_path):
     ranks2.run(late, str(tmp_path))
     figures = {name.removeprefix("model.layers."): rows[-1][1] for name, rows in written(tmp_path).items()}
+    assert 350 < figures["exchange_wait_ms"] < 600  # rank 0 waits for 0.4 s in each of two layers, rank 1 hardly
     assert 150 < figures["0.mlp_wait_ms_most"] < 2000
     assert figures["0.mlp_wait_ms"] == pytest.approx(figures["0.mlp_wait_ms_most"] / 2, rel=0.3)  # rank 1 hardly waits
     assert 0 < figures["1.mlp_wait_ms_most"] < 100  # the ranks have met in the layer before
-    assert 0 < figures["1.mlp_exchange_ms"] < 100
+    assert 200 < figures["1.mlp_exchange_ms"] < 300
 
 
 def not_finite(stage: int, where: str) -> tuple[list[str], int]:

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import ds_mxfp8_moe
-from ds_mxfp8_moe.engine import moving, placement
+from ds_mxfp8_moe.engine import moving, placement, skew
 from ds_mxfp8_moe.engine.placement import rank_loads
 from ds_mxfp8_moe.layers.experts import converted_layers
 from ds_mxfp8_moe.layers.placement import experts_of
@@ -222,10 +222,11 @@ def placements_of(net) -> list[list[tuple]]:
             for layer in converted_layers(net.module)]
 
 
-def by_the_key(kind: str, ep_size: int, stage: int) -> tuple:
+def by_the_key(folder: str, kind: str, ep_size: int, stage: int) -> tuple:
     """Losses; the placements after each step; the fullest rank's share of the loads, by layer and step."""
-    section = {**MXFP8, "expert_placement": kind}
-    net = engine(section, stage, ep_size=ep_size, optimizer={"type": "SGD", "params": {"lr": 1e-3}})
+    section = {**MXFP8, "expert_placement": kind, "metrics": {"every": 1}}
+    net = engine(section, stage, ep_size=ep_size, optimizer={"type": "SGD", "params": {"lr": 1e-3}},
+                 **monitor(f"{folder}/{kind}"))
     prefer_rank_0(net)
     losses, placements, counted, shares = [], [], [], []
     layers = converted_layers(net.module)
@@ -244,16 +245,22 @@ def by_the_key(kind: str, ep_size: int, stage: int) -> tuple:
 
 
 @pytest.mark.parametrize("ranks, ep_size, stage", [("ranks2", 2, 1), ("ranks4", 2, 2)])
-def test_balanced_placement_follows_the_loads(request, ranks, ep_size, stage):
+def test_balanced_placement_follows_the_loads(request, tmp_path, ranks, ep_size, stage):
+    """As the metrics of the run with fixed experts predict it."""
     ranks = request.getfixturevalue(ranks)
-    fixed = ranks.run(by_the_key, "fixed", ep_size, stage)
-    found = ranks.run(by_the_key, "balanced", ep_size, stage)
+    fixed = ranks.run(by_the_key, str(tmp_path), "fixed", ep_size, stage)
+    found = ranks.run(by_the_key, str(tmp_path), "balanced", ep_size, stage)
     for (losses, placements, counted, shares), (own_losses, none, never, own_shares) in zip(found, fixed, strict=True):
         assert losses == own_losses
         assert placements == found[0][1] and not any(map(operator.eq, placements[0], placements[1]))
         assert placements[1] == placements[4] and none == placements[:1] * 7
         assert counted == [True, False, False, True, True, False, False] and not any(never)
         assert shares[:2] == own_shares[:2] and mean(own_shares[4:]) > 0.75 and mean(shares[4:]) < 0.57
+    with mock.patch.multiple(placement, WINDOW=2, EVERY=4), mock.patch.object(skew, "WINDOW", 2):
+        by_fixed, by_balanced = (skew.read(tmp_path / kind / "job") for kind in ("fixed", "balanced"))
+    assert len(by_fixed) == 2 and all(loads.recorded == loads.fixed != loads.balanced for loads in by_fixed.values())
+    assert [(loads.recorded, loads.fixed) for loads in by_balanced.values()] == [
+        (loads.balanced, loads.fixed) for loads in by_fixed.values()]
 
 
 def of_layouts(layout: models.Layout, kind: str) -> tuple:

@@ -10,8 +10,9 @@ def monitor(folder: str) -> dict:
 
 
 def written(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """All figures, without the loads, which are several numbers in a row."""
     found = {}
-    for path in sorted((folder / "job").glob("Train_MoE_*.csv")):
+    for path in sorted({*(folder / "job").glob("Train_MoE_*.csv")} - {*(folder / "job").glob("*_loads.csv")}):
         with path.open() as lines:
             found[path.stem.removeprefix("Train_MoE_")] = [(int(a), float(b)) for a, b in list(csv.reader(lines))[1:]]
     return found

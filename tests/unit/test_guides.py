@@ -72,7 +72,7 @@ def test_metrics_md_has_every_figure():
     page = (ROOT / "examples/guides/metrics.md").read_text()
     table = "".join(line for line in page.splitlines() if line.startswith("| `")).split("|")
     named = {name for cell in table[1::4] for name in re.findall(r"`(\w+)`", cell)}
-    loads, sample, times = [4, 3], [0, 8, 4, 1, 0, 1, 0.1], [2, 2, 1]
+    loads, sample, times = [4, 3, 4, 3], [0, 8, 4, 1, 0, 1, 0.1], [2, 2, 1]
     assert named == set(metrics.figures_of([*loads, *sample, *times], [1, 2], 2)) and len(named) >= 9
 
 

@@ -21,19 +21,18 @@ def routes(experts: list, num_experts: int) -> Routes:
     return Routes(expert_TK=expert_TK, weight_TK=torch.ones(expert_TK.shape), num_experts=num_experts)
 
 
-def figures(x_TH: torch.Tensor, some_routes: Routes, some_recipe, ep_size: int = 1,
-            chosen_E: torch.Tensor | None = None) -> dict:
+def figures(x_TH: torch.Tensor, some_routes: Routes, some_recipe, chosen_E: torch.Tensor | None = None) -> dict:
     sums, amax = sample(x_TH, some_routes, some_routes.counts_E() if chosen_E is None else chosen_E, some_recipe)
-    return figures_of([*sums.tolist(), 0, 0, 0], [amax.item(), 0], ep_size)
+    return figures_of([sums[:-7].sum().item(), *sums.tolist(), 0, 0, 0], [amax.item(), 0], 1)
 
 
 def test_load_of_experts_and_ranks():
-    found = load_figures([4, 0, 2, 2], 2)
+    found = load_figures([4, 4], [4, 0, 2, 2])
     assert found == {"load_most": 2.0, "load_fewest": 0.0, "rank_most": 1.0,
                      "load_entropy": pytest.approx(1.5 * math.log(2) / math.log(4))}
-    assert load_figures([8, 0, 0, 0], 2) == {"load_most": 4.0, "load_fewest": 0.0, "load_entropy": 0.0,
+    assert load_figures([8, 0], [8, 0, 0, 0]) == {"load_most": 4.0, "load_fewest": 0.0, "load_entropy": 0.0,
                                              "rank_most": 2.0}
-    assert load_figures([5], 1)["load_entropy"] == 1 and load_figures([0, 0], 1) == {}
+    assert load_figures([5], [5])["load_entropy"] == 1 and load_figures([0], [0, 0]) == {}
 
 
 def test_dropped_choices_and_tokens():
@@ -71,6 +70,6 @@ def test_no_tokens():
 
 
 def test_times_are_means_over_the_ranks_that_have_them():
-    found = figures_of([4, 4, *[0] * 7, 6.0, 10.0, 2], [0, 5.0], 2)
+    found = figures_of([4, 4, 4, 4, *[0] * 7, 6.0, 10.0, 2], [0, 5.0], 2)
     assert {name: value for name, value in found.items() if name.endswith("ms") or name.endswith("ms_most")} == {
         "wait_ms": 3, "wait_ms_most": 5, "exchange_ms": 5}

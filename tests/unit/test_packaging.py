@@ -125,11 +125,11 @@ def test_metadata(dist):
         assert callable(getattr(importlib.import_module(module), function))
     core, extra = [{re.match(r"\w+", line)[0].lower() for line in re.findall(r"^Requires-Dist: (.*)$", metadata, re.M)
                     if ("extra ==" in line) == optional} for optional in (False, True)]
-    # transformers and peft are imported where there is one of their models.
+    # transformers and peft are imported where there is one of their models, matplotlib by ds_mxfp8_report --plot.
     # Advice on speed looks into Liger, and benchmarks use SonicMoE and flashoptim, where a user has installed them.
     others = {"sonicmoe", "liger_kernel", "flashoptim", "safetensors"}
-    optional = {"transformers", "peft", "liger_kernel", "flashoptim", "safetensors"}  # by transformers
-    assert imports("ds_mxfp8_moe", "ops") - {"yaml"} - optional <= core
+    optional = {"transformers", "peft", "matplotlib", "liger_kernel", "flashoptim", "safetensors"}
+    assert imports("ds_mxfp8_moe", "ops") - {"yaml"} - optional <= core and "matplotlib" in extra
     assert imports("ds_mxfp8_moe", "ops", "examples") - {"yaml"} - others <= core | extra and "pyyaml" in core
 
 

@@ -7,16 +7,13 @@ import random
 
 import pytest
 
-from ds_mxfp8_moe.engine.placement import balanced, rank_loads
-
-
-def at_home(num_ranks: int, num_local_experts: int) -> list[list[int]]:
-    return [[*range(r * num_local_experts, (r + 1) * num_local_experts)] for r in range(num_ranks)]
+from ds_mxfp8_moe.engine import placement
+from ds_mxfp8_moe.engine.placement import at_home, balanced, predicted, rank_loads
 
 
 def fullest(loads, experts_RL) -> float:
     """The highest load of a rank over the mean."""
-    return max(rank_loads(loads, experts_RL)) * len(experts_RL) / sum(loads)
+    return placement.fullest(rank_loads(loads, experts_RL))
 
 
 def best(loads, num_ranks: int, num_local_experts: int) -> float:
@@ -61,6 +58,17 @@ def test_skewed_loads_become_even(num_ranks, num_experts):
 
 
 def test_even_loads_move_nothing():
-    home = at_home(4, 4)
+    home = [[*of_rank] for of_rank in at_home(4, 4)]
     assert balanced([7] * 16, home) == home
     assert balanced([0] * 16, home) == home
+
+
+def test_a_prediction_decides_from_the_steps_before():
+    """Two experts with most of the load, which lie on one rank until the first decision, then on one again."""
+    first, then = [5, 1, 5, 1, 1, 1, 1, 1], [5, 1, 1, 1, 1, 1, 1, 5]
+    loads_SE = [first] * 54 + [then] * 60
+    found = [*map(placement.fullest, predicted(range(114), loads_SE, 2))]
+    assert found == [1] * 50 + [1.5] * 50 + [1] * 10
+    # Recorded in one step of 50: after the fourth of them, then after every second one, with four to look back to.
+    assert [*map(placement.fullest, predicted(range(50, 50 * 13, 50), [first] * 6 + [then] * 6, 2))] == [
+        1, 1, 1.5, 1.5, 1, 1, 1, 1]

@@ -5,7 +5,9 @@ import importlib.metadata
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import get_args
+from unittest import mock
 
 import pytest
 import torch
@@ -239,3 +241,47 @@ def test_recipe_bf16_shows_what_it_means():
     assert shown["recipe"] == '"bf16" (given)'
     for key in ("dispatch_fwd_dtype", "combine_bwd_dtype", "preactivation_dtype"):
         assert shown[key] == '"bf16" (recipe bf16 quantizes nothing)'
+
+
+def recorded(folder: Path, **values) -> Path:
+    """Files of DeepSpeed's CSV monitor, each with these values in steps 10, 20, ..."""
+    folder.mkdir(exist_ok=True)
+    for name, rows in values.items():
+        rows = [("step", name), *((10 * step, value) for step, value in enumerate(rows, 1))]
+        (folder / f"Train_MoE_{name}.csv").write_text("".join(f"{step},{value}\n" for step, value in rows))
+    return folder
+
+
+UNEVEN = {"l0_rank_loads": ["10 6"] * 6, "l0_expert_loads": ["5 1 5 1 1 1 1 1"] * 6,
+          "l1_rank_loads": ["79 81"] * 6, "l1_expert_loads": ["20 20 20 19 20 20 20 21"] * 6}
+
+
+def test_what_metrics_say_of_uneven_routing(tmp_path, capsys):
+    folder = recorded(tmp_path / "job", **UNEVEN, l2_rank_loads=["16"] * 6, l2_expert_loads=["16 0"] * 6,
+                      exchange_wait_ms=[9, 3, 3], micro_batch_ms=[60, 60, 90])
+    with (folder / "Train_MoE_l0_rank_loads.csv").open("a") as file:
+        file.write("step,l0_rank_loads\n60,8 8\n")  # the run has resumed, and made a step again
+    with mock.patch("matplotlib.pyplot.close") as close:
+        assert report.main(["--metrics", str(folder), "--plot", str(tmp_path / "loads.png")]) == 0
+    assert capsys.readouterr().out.splitlines()[3:] == [
+        "fullest rank, recorded ... 1.07 times the mean load, on average over layers; 1.12 in l0",
+        "fullest rank, fixed ...... 1.26 times the mean load, on average over layers; 1.50 in l0",
+        "fullest rank, balanced ... 1.01 times the mean load, on average over layers; 1.00 in l0. Predicted: experts "
+        "move after 4 recorded steps, then every 100 steps, by the loads of the last 4",
+        "waiting for that rank .... 3.00 ms in the forward of a micro-batch, 5.0% of the 60.00 ms that a micro-batch "
+        "takes. Backward is not measured"]
+    panel, = close.call_args[0][0].axes
+    assert [line.get_xydata().tolist() for line in panel.lines] == [
+        [[50, 1.25], [60, 1]], [[50, 0.75], [60, 1]], [[50, 1], [60, 1]]]
+    assert (tmp_path / "loads.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("files, problem", [
+    ({}, "job has no Train_MoE_*_rank_loads.csv of layers on several ranks with more than 4 steps"),
+    ({name: rows[:4] for name, rows in UNEVEN.items()}, "with more than 4 steps: give the folder"),
+    (UNEVEN | {"l0_rank_loads": ["10 6"] * 5 + ["10 2 2 2"]}, "l0_rank_loads.csv has rows of [2, 4] ranks: give"),
+    (UNEVEN | {"l1_expert_loads": ["2 x"]}, "l1_expert_loads.csv: expected rows of a step and a value")],
+    ids=["no files", "few steps", "two runs", "other rows"])
+def test_metrics_that_say_nothing(tmp_path, capsys, files, problem):
+    assert report.main(["--metrics", str(recorded(tmp_path / "job", **files))]) == 1
+    assert problem in capsys.readouterr().out.split("[FAIL] ")[1]

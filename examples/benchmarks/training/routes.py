@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "gpt_moe"))
 
 import data
-from ds_mxfp8_moe.engine.placement import EVERY, SMALLEST_GAIN, WINDOW, balanced, rank_loads
+from ds_mxfp8_moe.engine.placement import EVERY, WINDOW, fullest, predicted
 from lib import run, show, world
 from training.convergence import ROOT, SIZES, Size
 
@@ -83,21 +83,6 @@ def statistics(loads_SE: torch.Tensor) -> dict[str, float]:
     return {"preference": preference**0.5, "drift": max(drift, 0.0)**0.5, "noise": noise**0.5}
 
 
-def fullest_ranks(loads_SE: list[list[int]], ranks: int, balance: bool) -> list[float]:
-    """The fullest rank's load over the mean in each step after the first decision, as engine/placement.py decides."""
-    local = len(loads_SE[0]) // ranks
-    placed, found = [list(range(r * local, (r + 1) * local)) for r in range(ranks)], []
-    for step in range(WINDOW, len(loads_SE)):
-        if balance and (step - WINDOW) % EVERY == 0:
-            loads_E = [sum(of_expert) for of_expert in zip(*loads_SE[step - WINDOW:step], strict=True)]
-            wanted = balanced(loads_E, placed)
-            before, after = (max(rank_loads(loads_E, one)) for one in (placed, wanted))
-            placed = wanted if before - after > SMALLEST_GAIN * before else placed
-        of_rank = rank_loads(loads_SE[step], placed)
-        found.append(max(of_rank) / mean(of_rank))
-    return found
-
-
 def rows(args: argparse.Namespace) -> Iterator[list[dict]]:
     """Those of a domain, by layer."""
     size, texts = SIZES[args.size], {}
@@ -120,9 +105,13 @@ def rows(args: argparse.Namespace) -> Iterator[list[dict]]:
 
 def figures_of(loads_SE: torch.Tensor) -> dict[str, float]:
     """With the fullest rank's load over the mean, on average over steps."""
-    fullest = {f"{how}_{ranks}": mean(fullest_ranks(loads_SE.tolist(), ranks, how == "balanced"))
-               for ranks in RANKS if loads_SE.shape[1] % ranks == 0 for how in HOW}
-    return {name: round(value, 4) for name, value in (statistics(loads_SE) | fullest).items()}
+    found, (steps, num_experts) = statistics(loads_SE), loads_SE.shape
+    for ranks in RANKS:
+        if num_experts % ranks == 0:
+            fixed_SR = loads_SE[WINDOW:].view(-1, ranks, num_experts // ranks).sum(2).tolist()
+            found[f"fixed_{ranks}"] = mean(map(fullest, fixed_SR))
+            found[f"balanced_{ranks}"] = mean(map(fullest, predicted(range(steps), loads_SE.tolist(), ranks)))
+    return {name: round(value, 4) for name, value in found.items()}
 
 
 # ---- how results are shown ----------------------------------------------------------------------------------------
