@@ -19,6 +19,7 @@ from .whole_model_results import (
     DEFAULT,
     FASTEST,
     FULL,
+    IN_4_BITS,
     LORA,
     MODELS,
     PLAIN,
@@ -95,8 +96,7 @@ def _spread(gains: Iterable[Gain], which: str) -> str:
 def lead(full: list[Gain], exchanged: list[Gain], adapted: list[Gain], from_files: Iterable[dict]) -> str:
     """The README's bullets, and what MXFP8 adds. `from_files`: rows of from_files.py."""
     first, lora, model = full[0], adapted[0], CASES["short"][0]["model"]
-    large = [f"{row['peak_gib']:.0f} GiB for {row['case']['model']} ({row['parameters'] / 1e9:.0f}B)"
-             for row in from_files if row["parameters"] > 1e11]
+    *large, last = _peaks(from_files)
     split = f"{lora.times(lora.bf16)} the speed of {OVER[lora.over]} in bf16, " if lora.bf16 else ""
     apart = "" if lora.bf16 else "; this package in bf16 was not measured"
     added = sorted(one.mxfp8 / one.bf16 - 1 for one in (*full, *exchanged, *adapted) if one.bf16 and one.mxfp8)
@@ -110,22 +110,44 @@ def lead(full: list[Gain], exchanged: list[Gain], adapted: list[Gain], from_file
         f"with three models' layer shapes; with {' and '.join(bf16_alone)}'s, few tokens per expert keep the default "
         "recipe in bf16.",
         f"**LoRA of {model}**, the whole model on one H200, no all-to-all: {split}**{lora.times(lora.mxfp8)} with "
-        f"MXFP8 experts**, at {lora.memory:.0%} of its peak memory{apart}. LoRA peaks at {' and '.join(large)}."]
+        f"MXFP8 experts**, at {lora.memory:.0%} of its peak memory{apart}. LoRA peaks at "
+        f"{', '.join(large)} and {last}."]
     lines = [textwrap.fill(bullet, 119, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
              for bullet in bullets]
     both = f"In the figure's cases, MXFP8 adds {added[0]:.0%} to {added[-1]:.0%} to this package's speed in bf16."
     return "\n".join([*lines, "", both])
 
 
+def _peaks(from_files: Iterable[dict]) -> list[str]:
+    """The lowest peak of each model of more than 100 billion parameters, the least first."""
+    found: dict = {}
+    for row in sorted((row for row in from_files if "peak_gib" in row), key=lambda row: row["peak_gib"]):
+        ranks, size = row["case"]["ranks"], row["parameters"] / 1e9
+        what = [f"{size:.0f}B", "experts in 4 bits" if row.get("held_in") == "MXFP4" else "",
+                f"on each of {ranks} GPUs" if ranks > 1 else ""]
+        if size > 100:
+            found.setdefault(row["case"]["model"], f"{row['peak_gib']:.0f} GiB for {row['case']['model']} "
+                                                   f"({', '.join(filter(None, what))})")
+    return [*found.values()]
+
+
 # ---- what was measured ----------------------------------------------------------------------------------------------
 
 
-def hardware_lines(machines: Iterable[str]) -> list[list[str]]:
-    """What hardware full finetuning and LoRA were measured on. `machines`: of the result files of trainings."""
-    counts = {gpu: sorted({int(one.split(" x ")[0]) for one in machines if gpu in one}) for gpu in ("H200", "H100")}
-    trained = {gpu: f"✔ {', '.join(map(str, of))} GPU{'s of one host' * (len(of) > 1)}" for gpu, of in counts.items()
-               if of}
-    return [["H200", trained["H200"], "✔ 1 GPU"], ["H100", trained.get("H100", "only expert layers"), "no"],
+def hardware_lines(machines: Iterable[str], adapted: set[int]) -> list[list[str]]:
+    """What hardware full finetuning and LoRA were measured on.
+
+    Args:
+        machines: of the result files of trainings.
+        adapted: the numbers of H200s of LoRA.
+    """
+
+    def told(counts: set[int]) -> str:
+        return f"✔ {', '.join(map(str, sorted(counts)))} GPU{'s of one host' * (max(counts) > 1)}"
+
+    trained = {gpu: told(of) for gpu in ("H200", "H100")
+               if (of := {int(one.split(" x ")[0]) for one in machines if gpu in one})}
+    return [["H200", trained["H200"], told(adapted)], ["H100", trained.get("H100", "only expert layers"), "no"],
             ["Blackwell", "no: kernels compile, but have not been run", "no"]]
 
 
@@ -138,14 +160,17 @@ def models_table(machines: Iterable[str], found: Iterable[dict], from_files: Ite
         from_files: rows of from_files.py.
     """
     cells: dict = {}
-    for row in [row for result in found for row in result["rows"]] + list(from_files):
-        if row["contender"] == DEFAULT and row["correct"] and row["experts_in"] == "MXFP8":
-            case = row["case"]
-            values = cells.setdefault(case["model"], {}).setdefault(case["training"], {}).setdefault(_where(case), [])
-            values += [row["over_deepspeed"]] if "over_deepspeed" in row else []
+    rows = [row for result in found for row in result["rows"] if row["contender"] == DEFAULT]
+    rows += [row for row in from_files if row["contender"] in (DEFAULT, IN_4_BITS)]
+    rows = [row for row in rows if row["correct"] and row["experts_in"] == "MXFP8"]
+    for row in rows:
+        case = row["case"]
+        values = cells.setdefault(case["model"], {}).setdefault(case["training"], {}).setdefault(_where(case), [])
+        values += [row["over_deepspeed"]] if "over_deepspeed" in row else []
     lines = [[model, *("; ".join(f"✔ {where}{_range(values)}" for where, values in of.get(kind, {}).items()) or "no"
                        for kind in (FULL, LORA))] for model, of in cells.items()]
-    return show.markdown([*hardware_lines(machines), *lines], ["hardware or model", "full fine-tuning", "LoRA"])
+    hardware = hardware_lines(machines, {row["case"]["ranks"] for row in rows if row["case"]["training"] == LORA})
+    return show.markdown([*hardware, *lines], ["hardware or model", "full fine-tuning", "LoRA"])
 
 
 def _where(case: dict) -> str:

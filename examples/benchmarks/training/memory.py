@@ -10,7 +10,7 @@ import torch
 from lib import show
 
 from . import changes
-from .whole_model_results import AUTOEP, DEFAULT, FULL, LORA, MODELS, PLAIN, experts_of
+from .whole_model_results import AUTOEP, DEFAULT, FULL, IN_4_BITS, LORA, MODELS, PLAIN, experts_of
 
 # Bytes of a parameter on its rank: the weight and its gradient in bf16, and what ZeRO-1 spreads over the ranks that
 # hold the same parameter: the master and Adam's two moments. Moments of flashoptim have 8 bits, and a scale of 2 bytes
@@ -21,7 +21,7 @@ HELD, SPREAD = {FULL: 4, LORA: 2}, {None: 4 + 8, changes.FLASH: 4 + IN_8_BITS, c
 PRECISIONS = {"AdamW": (SPREAD[None], 0), "`FlashAdamW`": (SPREAD[changes.FLASH], 0),
               "`FlashAdamW`, masters in bf16": (SPREAD[changes.FLASH_BF16], 2),
               "the same, `\"master_weight_bits\": 32`": (2 + IN_8_BITS, 2)}
-FROZEN_EXPERTS = 1  # with LoRA, in MXFP8 alone
+FROZEN_EXPERTS = {"MXFP8": 1, "MXFP4": 17 / 32}  # with LoRA, in this format alone
 GPUS = {"80 GiB": 80, "141 GB": 131}  # of memory, as sold, and in GiB
 USABLE = 0.95
 RANKS = (1, 2, 4, 8, 16, 32, 64)
@@ -38,16 +38,18 @@ def parameters_of(model: str) -> tuple[int, int]:
     return of_experts, sum(p.numel() for p in net.parameters()) - of_experts
 
 
-def state_bytes(model: str, training: str, ranks: int, sharing: int, optimizer: str | None = None) -> float:
+def state_bytes(model: str, training: str, ranks: int, sharing: int, optimizer: str | None = None,
+                held_in: str = "MXFP8") -> float:
     """Bytes of a rank's weights, gradients and Adam's states.
 
     Args:
+        held_in: the format of frozen experts.
         sharing: the ranks over which ZeRO spreads the states of all but the experts, each of which is on one rank.
         optimizer: a case's.
     """
     experts, others = parameters_of(model)
     spread = SPREAD[optimizer] if training == FULL else 0
-    of_expert = HELD[FULL] + spread if training == FULL else FROZEN_EXPERTS
+    of_expert = HELD[FULL] + spread if training == FULL else FROZEN_EXPERTS[held_in]
     return experts / ranks * of_expert + others * (HELD[training] + spread / sharing)
 
 
@@ -77,10 +79,11 @@ def bytes_text() -> str:
                                  *(f"others, ZeRO-{stage}" for stage in (1, 2, 3))])
 
 
-def gpus_needed(model: str, training: str, rest: float, gib: float, optimizer: str | None = None) -> int | None:
+def gpus_needed(model: str, training: str, rest: float, gib: float, optimizer: str | None = None,
+                held_in: str = "MXFP8") -> int | None:
     """The fewest that hold a training in which each rank holds `rest` bytes beside the states."""
     fitting = (n for n in RANKS if n <= experts_of(model)[1]
-               and state_bytes(model, training, n, n, optimizer) + rest < USABLE * gib * 2**30)
+               and state_bytes(model, training, n, n, optimizer, held_in) + rest < USABLE * gib * 2**30)
     return next(fitting, None)
 
 
@@ -94,21 +97,24 @@ def memory_text(rows: Collection[dict]) -> str:
     for row in rows:
         case = row["case"]
         model, training, share = case["model"], case["training"], case["one_rank_of"]
-        optimizer = case.get("optimizer")
+        optimizer, held_in = case.get("optimizer"), row.get("held_in", "MXFP8")
         peak = row.get("peak_bytes") or row.get("peak_gib", 0) * 2**30
         as_advised = "files" in case or case["liger"] and case.get("loss") == (
             changes.LARGE_CHUNKS if optimizer == changes.FLASH_BF16 else None)
-        if (row["contender"] != DEFAULT or not peak or case["layers"] != MODELS[model]["num_hidden_layers"]
+        as_named = row["contender"] == DEFAULT or "files" in case and row["contender"] == IN_4_BITS
+        if (not as_named or not peak or case["layers"] != MODELS[model]["num_hidden_layers"]
                 or optimizer not in SPREAD or not as_advised):
             continue
-        rest = peak - state_bytes(model, training, share, 1, optimizer)
+        rest = peak - state_bytes(model, training, share, 1, optimizer, held_in)
         theirs = [other["peak_bytes"] for other in rows if other["case"] == case and "peak_bytes" in other
                   and other["contender"] in (PLAIN, AUTOEP)]
         how = ", ".join(filter(None, (f"{case['sequences']} x {case['sequence']} tokens", case["checkpointing"])))
-        gpu = row["machine"].removeprefix("1 x NVIDIA ").removesuffix(" 80GB HBM3")
-        needed = [gpus_needed(model, training, rest, gib, optimizer) for gib in GPUS.values()]
-        what = [training, optimizer, f"from files in {case['files']}" if "files" in case else None]
-        lines.append([model, ", ".join(filter(None, what)), how, f"one of {share}, {gpu}", row["experts_in"],
+        gpu = row["machine"].split(" x NVIDIA ")[-1].removesuffix(" 80GB HBM3")
+        place = f"one of {share}, {gpu}" if case["ranks"] == 1 else f"{share} x {gpu}"
+        needed = [gpus_needed(model, training, rest, gib, optimizer, held_in) for gib in GPUS.values()]
+        what = [training, optimizer, f"from files in {case['files']}" if "files" in case else None,
+                "experts in 4 bits" if held_in == "MXFP4" else None]
+        lines.append([model, ", ".join(filter(None, what)), how, place, row["experts_in"],
                       show.GIB(min(theirs)) if theirs else None, show.GIB(peak), show.GIB(rest),
                       *(str(n or f"over {RANKS[-1]}") for n in needed), f"{row['tokens_per_s']}"])
     return show.markdown(lines, ["model", "training", "micro-batch", "measured as rank", "experts in",
