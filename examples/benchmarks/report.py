@@ -39,9 +39,9 @@ OF_80_GB = ("whole_model_memory", "whole_model_80gb")  # result files of whole_m
 STUDY, OF_OPTIMIZERS = "convergence", "convergence_optimizers"  # result files of convergence.py
 GAIN = results_file.RESULTS / "gain.png"
 BENCHMARKS = ("training.whole_model", "training.train", "training.convergence", "training.frozen_quality",
-              "training.routes", "training.from_files", "exchange.moe_layer", "exchange.dispatch_combine",
-              "exchange.latency", "exchange.two_hops", "kernels.expert_ffn", "kernels.host", "kernels.grouped_gemm",
-              "kernels.quantize")
+              "training.routes", "training.from_files", "training.long_sequences", "exchange.moe_layer",
+              "exchange.dispatch_combine", "exchange.latency", "exchange.two_hops", "kernels.expert_ffn",
+              "kernels.host", "kernels.grouped_gemm", "kernels.quantize")
 Found = list[tuple[Path, dict]]
 
 

@@ -5,6 +5,7 @@ say."""
 import importlib
 import io
 import json
+import os
 import re
 import statistics
 import sys
@@ -24,6 +25,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from transformers import AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import report
 from ds_mxfp8_moe.all_to_all import AllToAll
@@ -46,6 +48,7 @@ from training import (
     convergence_results,
     front_page,
     frozen_quality,
+    long_sequences,
     routes,
     train,
     whole_model,
@@ -202,6 +205,49 @@ def test_other_losses_have_the_gradients_of_the_models(monkeypatch, loss):
         (got / 2).backward()  # as an engine with two micro-batches
         found.append([got.detach(), *(p.grad for p in model.parameters())])
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("longest", [1, 2, 5, 24, 40, 99, 512, 700, 4096])
+def test_the_longest_sequence_is_found_by_few_trials(longest):
+    """Powers of two from 64, down to 16 and up to 1024, and the middle between two of them."""
+    found = {}
+    while length := long_sequences.next_length(found, 64, 1024):
+        assert length not in found
+        found[length] = length <= longest
+    fits, full = max((n for n in found if found[n]), default=0), min((n for n in found if not found[n]), default=0)
+    assert len(found) <= 6 and (full <= 1.5 * fits if full and fits else fits == 1024 or full == 8)
+
+
+def test_attention_in_blocks_is_attention_inside_a_block(monkeypatch):
+    q, k, v = (torch.randn(1, heads, 12, 16) for heads in (4, 2, 2))
+    module = mock.Mock(num_key_value_groups=2, is_causal=True)
+    plain = [sdpa_attention_forward(module, *(x[:, :, i:i + 12] for x in (q, k, v)), None)[0] for i in (0, 6)]
+    monkeypatch.setattr(long_sequences, "BLOCK", 24)
+    torch.testing.assert_close(long_sequences.in_blocks(module, q, k, v, None)[0], plain[0])
+    monkeypatch.setattr(long_sequences, "BLOCK", 6)
+    halved = long_sequences.in_blocks(module, q, *(x.repeat_interleave(2, 1) for x in (k, v)), None)[0]
+    torch.testing.assert_close(halved[:, 6:], plain[1][:, :6])
+
+
+def test_a_rank_out_of_memory_says_so_in_the_file_and_ends(tmp_path, monkeypatch):
+    """The other ranks may wait for it in an exchange."""
+    monkeypatch.setattr(world, "size", lambda: 2)
+    monkeypatch.setattr(os, "_exit", mock.Mock(side_effect=SystemExit))
+    cases = {case.part: case for case in long_sequences.cases("tiny")}
+    runs = long_sequences.Runs(mock.Mock(out=tmp_path / "x.json", host_gib=1), {}, "abc")
+    for part, contender in (("longest", AUTOEP), ("shared", long_sequences.DEFAULT)):
+        step = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory."))
+        with pytest.raises(SystemExit):
+            runs.or_end(cases[part], contender, step)
+    with pytest.raises(ValueError, match="other"):
+        runs.or_end(cases["shared"], AUTOEP, mock.Mock(side_effect=ValueError("other")))
+    tried, failed = json.loads((tmp_path / "x.json").read_text())["rows"]
+    assert tried["fits"] is False and tried["correct"] and "out of memory" in tried["why"]
+    assert not failed["correct"] and "out of memory" in failed["failure"]
+    # A second run goes on with what is lacking.
+    assert not [*runs.lacking(cases["shared"], long_sequences.DEFAULT)]
+    one = next(runs.lacking(cases["longest"], AUTOEP))
+    assert one.sequence == cases["longest"].sequence / 2
 
 
 # ---- the paired study -----------------------------------------------------------------------------------------------
@@ -539,6 +585,9 @@ SCRIPTS = {
                         dict(DOMAINS=("pydoc", ), APART=2, AVERAGED=2), {"router"}),
     "training.convergence": (study, 2, (), {}, {BF16, "default_128", *convergence.OPTIMIZERS}),
     "training.convergence, own": (own_study, 2, (), {}, {BF16, OWN, YARDSTICK}),
+    "training.long_sequences": (run_script, 2, (), dict(STARTS=dict.fromkeys(long_sequences.STARTS, 1), MOST=2),
+                                {whole_model.AUTOEP, whole_model.DEFAULT, long_sequences.SMALLEST}),
+    "training.long_sequences, LoRA": (run_script, 1, (), {}, {whole_model.IN_8_BITS, long_sequences.IN_TURNS}),
     "training.from_files": (run_script, 1, (*BRIEF, "--folders", "."), {}, set()),
     "training.from_files, ranks": (run_script, 2, (*BRIEF, "--folders", ".", "--models", "tiny"), {},
                                    {whole_model.DEFAULT, whole_model.IN_4_BITS}),

@@ -162,7 +162,8 @@ def prepared(model: nn.Module, case: Case) -> nn.Module:
         apply_liger_kernel(model, LIGER[case.liger] | loss)
     changes.change_loss(model, case.loss, case.micro_batches)
     if case.checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False},
+                                            offload=case.checkpointing == "host")
         for layer in model.model.layers[::2] if case.checkpointing == "half" else ():
             layer.gradient_checkpointing = False
     if case.training == LORA:
@@ -214,11 +215,13 @@ class Training:
     """
 
     def __init__(self, case: Case, contender: str, micro_batches: int, model: nn.Module | None = None,
-                 graphs: bool = True):
+                 graphs: bool = True, config: dict | None = None, mpu: Any = None):
         """Args:
             micro_batches: of a step, in place of the case's.
             model: in place of `model_of`.
             graphs: as in `engine_config`.
+            config: in place of `engine_config`.
+            mpu: of ranks that share sequences.
         """
         model = model_of(case) if model is None else model
         trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
@@ -227,8 +230,9 @@ class Training:
                       "flops_per_token": flops_per_token(model, case)}
         self.contender, self.micro_batches, self.losses = contender, micro_batches, []
         self.batches = models.random_batches(model.config.vocab_size, case.sequences, case.sequence)
-        initialize = ds_mxfp8_moe.initialize if contender in SECTIONS else deepspeed.initialize
-        self.engine = initialize(model=model, config=engine_config(case, contender, micro_batches, graphs))[0]
+        config = engine_config(case, contender, micro_batches, graphs) if config is None else config
+        initialize = ds_mxfp8_moe.initialize if "mxfp8_moe" in config else deepspeed.initialize
+        self.engine = initialize(model=model, config=config, mpu=mpu)[0]
         if case.compiled:
             self.engine.compile()
 

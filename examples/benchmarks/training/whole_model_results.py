@@ -26,7 +26,8 @@ IN_8_BITS, IN_4_BITS = "ours, default, frozen experts in 8 bits", "ours, default
 CHANGES = ("attention", "loss", "optimizer", "compiled", "timer")
 # What a result file says for a value of whole_model.yaml.
 LIGER_TOLD = {False: None, "loss": "Liger's loss", True: "Liger"}
-CHECKPOINTING = {False: None, True: "checkpointing", "half": "checkpointing of every other layer"}
+CHECKPOINTING = {False: None, True: "checkpointing", "half": "checkpointing of every other layer",
+                 "host": "checkpointing, kept on the host"}
 IN_LAYERS = (EXPERTS, ATTENTION, LINEARS, ELEMENTWISE, IDLE)
 
 
