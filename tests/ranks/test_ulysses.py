@@ -2,6 +2,7 @@
 """Ranks that share sequences by DeepSpeed's Ulysses train as one rank does with the whole sequences."""
 
 from contextlib import contextmanager
+from unittest import mock
 
 import deepspeed.comm as dist
 import pytest
@@ -10,12 +11,15 @@ import transformers
 from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
+from torch.autograd.graph import save_on_cpu
+from transformers import modeling_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.config import ConfigError
 from tests.support.autoep_models import converted, ds_config, model, weights
 from tests.support.autoep_trainings import BF16, PLAIN, assert_trains_like_transformers, near
+from tests.support.guide_code_cases import GUIDES, blocks
 from tests.support.rank_pool import reset_hugging_face
 from tests.support.slow import slow_except
 
@@ -81,13 +85,17 @@ def trained(net, section, sp_size, mpu=None, **keys) -> tuple:
 
 
 def both(sp_size, ep_size, stage, family="qwen3_moe", changes=None, section=BF16,
-         recompute=False) -> tuple:
-    """`near` of one rank's training with whole sequences, and of ours."""
+         recompute=False, in_chunks=False) -> tuple:
+    """`near` of one rank's training with whole sequences, and of ours. `in_chunks`: with the guide's loss."""
     whole, shared = (model(family, **(changes or {})) for _ in range(2))
     reference = PLAIN if section is BF16 else section
     own = trained(whole, reference, sp_size, stage=stage, ep_size=ep_size)
     if recompute:
         shared.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if in_chunks:
+        names: dict = {}
+        exec(blocks(GUIDES / "fast_training.md", "python")[0], names)
+        names["loss_in_chunks"](shared, tokens=5)
     with ulysses(shared, sp_size) as mpu:
         ours = trained(shared, section, sp_size, mpu, stage=stage, ep_size=ep_size)
     return near((*own[:2], 0), ours)
@@ -118,6 +126,29 @@ def test_biases_follow_the_loads_of_whole_sequences(ranks2):
     results = ranks2.run(both, 2, 2, 2, "qwen3_moe", None, BALANCED)
     assert_trains_like_transformers(results)
     assert any(name.endswith("expert_bias") for name in results[0][2])
+
+
+def test_the_loss_in_chunks(ranks2):
+    assert_trains_like_transformers(ranks2.run(both, 2, 2, 2, in_chunks=True))
+
+
+def kept_on_the_host() -> list[tuple]:
+    """Losses and changes of weights, and how many checkpoints of layers were on the host: with `offload`, without."""
+    found = []
+    for offload in (True, False):
+        net = model()
+        net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False}, offload=offload)
+        with ulysses(net, 2) as mpu, mock.patch.object(modeling_utils, "save_on_cpu", wraps=save_on_cpu) as used:
+            losses, moved, layers = trained(net, {"enabled": True}, 2, mpu, stage=2, ep_size=2)
+            found.append((losses, moved, used.call_count))
+        assert layers == 2
+    return found
+
+
+def test_checkpoints_on_the_host_change_no_bit(ranks2):
+    for (losses, moved, kept), (expected, expected_moved, none) in ranks2.run(kept_on_the_host):
+        assert losses == expected and all(torch.equal(moved[name], value) for name, value in expected_moved.items())
+        assert (kept, none) == (2 * len(losses), 0)
 
 
 def gone_on(directory) -> list[list[float]]:
