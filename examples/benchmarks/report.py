@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the pages that show result files: one for each benchmark beside them, with its plots; the README's picture;
 and between their marks the README's figures, the answer of the guide to quality, and the tables of the guides to fast
-training and to memory.
+training, to memory and to long context.
 
     make report                                      # or python examples/benchmarks/report.py
     python examples/benchmarks/report.py --check     # writes nothing; compares the files with the measures' bars
@@ -24,6 +24,8 @@ from training import (
     convergence_results,
     from_files,
     front_page,
+    long_sequences,
+    long_sequences_results,
     memory,
     train,
     whole_model,
@@ -35,6 +37,7 @@ README = ROOT / "README.md"
 QUALITY = ROOT / "examples" / "guides" / "quality.md"
 FAST = ROOT / "examples" / "guides" / "fast_training.md"
 MEMORY = ROOT / "examples" / "guides" / "memory.md"
+LONG = ROOT / "examples" / "guides" / "long_context.md"
 OF_80_GB = ("whole_model_memory", "whole_model_80gb")  # result files of whole_model.py's cases "memory"
 STUDY, OF_OPTIMIZERS = "convergence", "convergence_optimizers"  # result files of convergence.py
 GAIN = results_file.RESULTS / "gain.png"
@@ -138,7 +141,7 @@ def compact(text: str) -> str:
 
 
 def texts() -> dict[Path, str]:
-    """Every page that `make report` writes, the README, and three guides."""
+    """Every page that `make report` writes, the README, and the guides with tables."""
     modules = [importlib.import_module(name) for name in BENCHMARKS]
     pages = {module: found for module in modules if (found := results(module.SHOWN.benchmark))}
     written = {results_file.RESULTS / f"{module.SHOWN.benchmark}.md": page(module, found)
@@ -155,6 +158,10 @@ def texts() -> dict[Path, str]:
     if OF_OPTIMIZERS in studies:
         losses = compact(convergence_results.of_optimizers(studies[OF_OPTIMIZERS]))
         guide = replaced(guide, "loss", f"{losses}\n\n{origin_of(OF_OPTIMIZERS)}")
+    if long_sequences in pages:
+        path, result = pages[long_sequences][0]
+        table = compact(long_sequences_results.guide_text(result))
+        written[LONG] = replaced(LONG.read_text(), "lengths", f"{table}\n\n{origin_of(path.stem)}")
     return written | {README: front_page_text(pages, front_page.quality(studies[STUDY])),
                       QUALITY: replaced(QUALITY.read_text(), "answer", answer),
                       FAST: replaced(FAST.read_text(), "steps", steps), MEMORY: guide}

@@ -49,6 +49,8 @@ from training import (
     front_page,
     frozen_quality,
     long_sequences,
+    long_sequences_results,
+    memory,
     routes,
     train,
     whole_model,
@@ -216,6 +218,40 @@ def test_the_longest_sequence_is_found_by_few_trials(longest):
         found[length] = length <= longest
     fits, full = max((n for n in found if found[n]), default=0), min((n for n in found if not found[n]), default=0)
     assert len(found) <= 6 and (full <= 1.5 * fits if full and fits else fits == 1024 or full == 8)
+
+
+QWEN3 = "Qwen3-30B-A3B"
+
+
+def long_row(part, contender, sequence, ranks, states, rest_kib, **more):
+    """A row with a peak of these states, of what checkpoints keep unless that is on the host, and of the rest."""
+    host, (experts, others) = part == "longest", memory.parameters_of(QWEN3)
+    peak = states + sequence / ranks * (2**10 * rest_kib + (0 if host else 2 * 48 * 2048))
+    return {"case": {"part": part, "model": QWEN3, "sequence": sequence, "ranks": ranks, "layers": 48,
+                     "checkpointing": f"checkpointing{', kept on the host' * host}"}, "contender": contender,
+            "peak_bytes": peak, "expert_parameters": experts // ranks, "other_parameters": others, "correct": True,
+            **more}
+
+
+def test_the_formula_of_long_sequences_counts_as_the_guide_to_memory():
+    frozen = memory.state_bytes(QWEN3, "LoRA", 1, 1)
+    of_expert, held, spread = memory.bytes_of("`FlashAdamW`, masters in bf16", 2)
+    experts, others = memory.parameters_of(QWEN3)
+    states, ours = of_expert * experts / 2 + (held + spread / 2) * others, long_sequences.SMALLEST
+    rows = [long_row("LoRA", whole_model.IN_8_BITS, 2**17, 1, frozen, 300),
+            long_row("longest", ours, 2**19, 2, states, 60, fits=True),
+            long_row("longest", ours, 2**18, 2, states, 61, fits=True),
+            long_row("longest", ours, 2**20, 2, states, 0, fits=False, why="host memory"),
+            long_row("longest", AUTOEP, 2**17, 2, states, 60, fits=True)]
+    found = {row["contender"]: row for row in long_sequences_results.prepare({"rows": rows})}
+    assert found[whole_model.IN_8_BITS]["rest_kib"] == pytest.approx(300)
+    assert found[ours]["rests"] == {2**18: pytest.approx(61), 2**19: pytest.approx(60)}
+    assert [found[ours][name] for name in ("longest", "too_long", "lacking", "times")] == [2**19, 2**20, "host memory",
+                                                                                           4]
+    needed = long_sequences_results.needed_bytes(found[whole_model.IN_8_BITS], 2**17, 1)
+    assert needed == pytest.approx(rows[0]["peak_bytes"])  # 90 GiB: two GPUs of 80 GiB or one of 131
+    line, *_ = [line for line in long_sequences_results.guide_text({"rows": rows}).splitlines() if "8 bits" in line]
+    assert [cell.strip() for cell in line.split("|")[3:6]] == ["1 / 1", "2 / 1", "8 / 8"]
 
 
 def test_attention_in_blocks_is_attention_inside_a_block(monkeypatch):

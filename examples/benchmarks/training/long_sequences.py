@@ -53,7 +53,16 @@ from ds_mxfp8_moe.compat.sequences import for_autoep
 from lib import models, results_file, run, trainings, world
 from lib.world import device, on_gpu
 from training import changes
-from training.long_sequences_results import ADAPTED, IN_TURNS, LONGEST, SHARED, SHOWN, SMALLEST, TURNS
+from training.long_sequences_results import (
+    ADAPTED,
+    HOST_MEMORY,
+    IN_TURNS,
+    LONGEST,
+    SHARED,
+    SHOWN,
+    SMALLEST,
+    TURNS,
+)
 from training.whole_model import (
     AUTOEP,
     DEFAULT,
@@ -104,9 +113,10 @@ class Long(Case):
         return self.sequence // self.ranks
 
     @property
-    def kept_bytes(self) -> int:
-        """Of a rank: the input of each layer."""
-        return 2 * self.layers * self.tokens * MODELS[self.model]["hidden_size"]
+    def host_bytes(self) -> int:
+        """Of all ranks: the input of each layer. torch rounds each piece of pinned memory up to a power of two."""
+        of_layer = 2 * self.tokens * MODELS[self.model]["hidden_size"]
+        return self.ranks * self.layers * 2**(of_layer - 1).bit_length()
 
     def row(self, contender: str) -> dict:
         return {"case": self.described(), "contender": contender}
@@ -288,8 +298,8 @@ class Runs:
             if length is None or len(found) < len(tried):  # or it failed for another reason
                 return
             longer = replace(case, sequence=length)
-            if longer.kept_bytes * case.ranks > self.args.host_gib * 2**30:
-                self.add(longer, contender, {"fits": False, "correct": True, "why": "host memory"})
+            if longer.host_bytes > self.args.host_gib * 2**30:
+                self.add(longer, contender, {"fits": False, "correct": True, "why": HOST_MEMORY})
             else:
                 yield longer
 

@@ -6,11 +6,12 @@ from typing import Any
 from lib import show
 from lib.show import Measure, bar
 
-from . import memory
-from .whole_model_results import AUTOEP, DEFAULT, IN_4_BITS, IN_8_BITS, LORA, MODELS
+from . import changes, memory
+from .whole_model_results import AUTOEP, DEFAULT, FULL, IN_4_BITS, IN_8_BITS, LORA, MODELS
 
 SHARED, ADAPTED, LONGEST = "shared", LORA, "longest"
 TURNS, IN_TURNS = "ours, default, 4 expert turns", f"{IN_4_BITS}, 4 expert turns"
+HOST_MEMORY = "host memory"
 SMALLEST = "ours, default, FlashAdamW, 16 expert turns"
 
 
@@ -47,17 +48,28 @@ def prepare(result: dict) -> list[dict]:
             tried.setdefault(row["contender"], []).append(row)
         else:
             rows.append(row | split(row))
-    longest = {}
-    for contender, those in tried.items():
-        fits = max((row for row in those if row.get("fits")), key=lambda row: row["case"]["sequence"], default=None)
-        full = min((row["case"]["sequence"] for row in those if not row.get("fits")), default=None)
-        longest[contender] = fits and fits["case"]["sequence"]
-        found = {**(fits | split(fits) if fits else those[0]), "longest": longest[contender], "too_long": full,
-                 "correct": all(row["correct"] for row in those)}
-        if longest.get(AUTOEP) and longest[contender]:
-            found["times"] = longest[contender] / longest[AUTOEP]
-        rows.append({**found, "case": {**those[0]["case"], "sequence": None}})
-    return rows
+    longest = {name: of_tried(those) for name, those in tried.items()}
+    of_autoep = longest.get(AUTOEP, {}).get("longest")
+    return rows + [row | ({"times": row["longest"] / of_autoep} if of_autoep and row["longest"] else {})
+                   for row in longest.values()]
+
+
+def of_tried(rows: list[dict]) -> dict:
+    """The row of the longest sequence that fits, with the shortest one that does not, and the peaks of all."""
+    rows = sorted((row | split(row) for row in rows), key=lambda row: row["case"]["sequence"])
+    fits, full = ([row for row in rows if row.get("fits", False) is fit] for fit in (True, False))
+    return {**(fits[-1] if fits else full[0]), "case": {**rows[0]["case"], "sequence": None},
+            "longest": fits[-1]["case"]["sequence"] if fits else None,
+            "too_long": full[0]["case"]["sequence"] if full else None,
+            "lacking": (HOST_MEMORY if full[0].get("why") == HOST_MEMORY else "the device's memory") if full else None,
+            "rests": {row["case"]["sequence"]: row["rest_kib"] for row in fits if "rest_kib" in row},
+            "correct": all(row["correct"] for row in rows)}
+
+
+def sentences(result: dict) -> list[str]:
+    return [f"- {row['contender']}, the rest by the length of the sequence: " + ", ".join(
+        f"{kib:.1f} KiB a token at {length // 1024}K" for length, kib in row["rests"].items()) + "."
+        for row in result["rows"] if row.get("rests")]
 
 
 def plot(result: dict, pyplot: Any) -> None:
@@ -74,6 +86,40 @@ def plot(result: dict, pyplot: Any) -> None:
     show.stacked(pyplot, panels, "peak memory of a rank, GiB")
 
 
+# ---- the guide to long context ------------------------------------------------------------------------------------
+
+LENGTHS, MOST_GPUS = {"32K": 2**15, "128K": 2**17, "1M": 2**20}, 8
+# What the guide calls a contender, with the training, the optimizer and the format of frozen experts that it has.
+PLANS = {SMALLEST: ("full finetuning, FlashAdamW, checkpoints on the host, 16 expert turns", FULL, changes.FLASH_BF16,
+                    None),
+         IN_8_BITS: ("LoRA, experts in 8 bits", LORA, None, "MXFP8"),
+         IN_4_BITS: ("LoRA, experts in 4 bits", LORA, None, "MXFP4")}
+
+
+def needed_bytes(row: dict, sequence: int, ranks: int) -> float:
+    """Of a rank, if `ranks` share a sequence and the experts of a row's training: the guide's formula."""
+    _, training, optimizer, held_in = PLANS[row["contender"]]
+    model, tokens = row["case"]["model"], sequence / ranks
+    keys, on_device = MODELS[model], "host" not in row["case"]["checkpointing"]
+    states = memory.state_bytes(model, training, ranks, ranks, optimizer, held_in or "MXFP8")
+    kept = 2 * keys["num_hidden_layers"] * keys["hidden_size"] * on_device
+    return states + tokens * (kept + 2**10 * row["rest_kib"])
+
+
+def guide_text(result: dict) -> str:
+    """How many GPUs a sequence needs by the formula, with what was measured of each token."""
+    lines = []
+    for row in prepare(result):
+        if row["contender"] in PLANS and "rest_kib" in row:
+            found = [[next((n for n in (1, 2, 4, MOST_GPUS) if needed_bytes(row, sequence, n)
+                            < memory.USABLE * gib * 2**30), None) for gib in memory.GPUS.values()]
+                     for sequence in LENGTHS.values()]
+            at = row.get("longest") or row["case"]["sequence"]
+            lines.append([PLANS[row["contender"]][0], f"{row['rest_kib']:.0f}, at {at // 1024}K",
+                          *(" / ".join(str(n or f"over {MOST_GPUS}") for n in of) for of in found)])
+    return show.markdown(lines, ["training", "r, KiB a token", *(f"GPUs for {name}" for name in LENGTHS)])
+
+
 SHOWN = show.Shown(
     "long_sequences",
     [Measure(f"tokens per second: {DEFAULT} over {AUTOEP}", (DEFAULT, ), AUTOEP,
@@ -83,10 +129,12 @@ SHOWN = show.Shown(
      Measure(f"longest sequence over {AUTOEP}'s", (SMALLEST, ), figure="times", bars=(bar(2), ))],
     [("experts in", "experts_in", "{}"), ("tokens/s of a GPU", "tokens_per_s", "{}"),
      ("step, ms", "median_ms", "{:.0f}"), ("TFLOP/s", "tflops", "{:.4g}"), ("longest, tokens", "longest", "{}"),
-     ("too long, tokens", "too_long", "{}"), ("peak, GiB", "peak_bytes", show.GIB),
+     ("too long, tokens", "too_long", "{}"),
+     ("for lack of", "lacking", "{}"), ("peak, GiB", "peak_bytes", show.GIB),
      ("states, GiB", "states_bytes", show.GIB), ("kept by checkpoints, GiB", "kept_bytes", show.GIB),
      ("the rest, KiB a token", "rest_kib", "{:.1f}"), ("loss off", "loss_off", "{:.2%}"),
      ("commit", "commit", "{:.10}")],
     plot, wide=False, ratios=((AUTOEP, DEFAULT), ), prepare=prepare,
+    sentences=sentences,
     note="States are computed, as in the guide to memory. The rest is the peak without them, and without what "
          "checkpoints keep unless that is on the host.")
