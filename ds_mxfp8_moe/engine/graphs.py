@@ -6,10 +6,10 @@ longer to launch them than the device takes to run them. Here it launches two gr
 bits. Where more than attention reads the same hidden values, as in FlexOlmo and Cohere2-MoE, their gradient is added
 up in another order.
 
-Graphs are captured between two steps, once every call of a step had arguments of the same form: shapes, dtypes and
+Graphs are captured between two steps, once all calls of both had arguments of the same form: shapes, dtypes and
 constants. Calls of other forms run as before. So do evaluation, compiled models, a module that was changed, and a
 second forward before the backward of the first one, whose activations a graph would overwrite. Other ranks may do
-either, since gradients come to ZeRO in the same order.
+either, since gradients come to ZeRO in the same order. Graphs that no call uses any more are freed.
 
 Where checkpointing runs a layer again right before its backward, one graph serves both forwards, and all such layers
 share the memory of one layer's activations.
@@ -35,7 +35,7 @@ from ..ops.log import log_on_rank_0
 from .graphed import Call, Form, GraphedAttention, NoGraph, NoGraphYet, captured, form_of
 from .keeping import MOST_OF_FREE, free_bytes
 
-PATIENCE = 20  # steps without a form that lasts, after which attention is left as it is
+PATIENCE = 20  # steps without a form that lasts, after which attention is left as it is; or without use of the graphs
 # What comes to a module in a step. A forward may run within a backward (again), while somebody wants to see all that
 # it saves (watched), or without gradients (unsaved).
 FORWARD, AGAIN, WATCHED, UNSAVED, BACKWARD = "forward", "again", "watched", "unsaved", "backward"
@@ -102,8 +102,10 @@ class AttentionGraphs:
     """All attention modules of an engine. `asked`: by the key."""
 
     def __init__(self, asked: bool | None):
-        self._asked, self._steps = asked, 0
+        self._asked = asked
+        self._steps = 0  # since the start, or since the graphs were used
         self._graphed: dict[nn.Module, GraphedAttention] = {}
+        self._forms: dict[nn.Module, Form] = {}  # of the last step's calls
         self._forget()
 
     def _forget(self) -> None:
@@ -120,7 +122,10 @@ class AttentionGraphs:
             return plain(module, *args, **kwargs)
         form, tensors = form_of(args, kwargs)
         if graphed is not None:
-            return graphed(tensors) if graphed.fits(form, tensors) else plain(module, *args, **kwargs)
+            if not graphed.fits(form, tensors):
+                return plain(module, *args, **kwargs)
+            self._steps = 0
+            return graphed(tensors)
         results = plain(module, *args, **kwargs)
         output = next((value for value in (results if isinstance(results, tuple) else (results, ))
                        if isinstance(value, Tensor) and value.requires_grad), None)
@@ -140,20 +145,24 @@ class AttentionGraphs:
         output.register_hook(lambda _: passes.append((module, BACKWARD)))
 
     def after_step(self) -> None:
-        """Captures graphs once a step has shown one form of each module's calls. The first step shows nothing, since
-        other things are decided in it."""
-        calls, lasting = self._calls, self._alike and lasts(self._passes)
+        """Captures graphs once two steps in a row have shown one form of each module's calls. A form that comes in one
+        step alone would have graphs for nothing."""
+        calls, before = self._calls, self._forms
+        self._forms = {module: call.form for module, call in calls.items()}
+        lasting = self._forms == before and self._alike and lasts(self._passes)
         recomputed = {module for module, kind in self._passes if kind == AGAIN}
         self._forget()
         self._steps += 1
-        if self._graphed or self._steps == 1 or self._steps > PATIENCE:
+        if self._graphed and self._steps > PATIENCE:
+            self._free()
+        if self._graphed or self._steps > PATIENCE:
             return
         if not calls or not lasting:
             if self._steps == PATIENCE:
-                self._give_up(f"in none of {PATIENCE} steps did every call of attention have arguments of the same "
-                              "form, and backward come to each call once, the last one first. Micro-batches need the "
-                              "same shape, checkpointing has to recompute layer by layer, and model.config.use_cache "
-                              "to be False")
+                self._give_up(f"of {PATIENCE} steps, there were no two in a row in which every call of attention had "
+                              "arguments of the same form, and backward came to each call once, the last one first. "
+                              "Micro-batches need the same shape, checkpointing has to recompute layer by layer, and "
+                              "model.config.use_cache to be False")
             return
         device = get_accelerator()
         device.empty_cache()
@@ -170,7 +179,7 @@ class AttentionGraphs:
             return
         held = max(0, device.memory_reserved() - before)  # the capture also frees what torch had cached
         if self._asked or held <= MOST_OF_FREE * free:
-            self._graphed = graphed
+            self._graphed, self._steps = graphed, 0
             log_on_rank_0(f"mxfp8_moe: attention of {len(graphed)} layers runs in CUDA graphs, whose memory is "
                             f"{held / 2**30:.2f} GiB on this rank")
         else:
@@ -178,6 +187,13 @@ class AttentionGraphs:
             log_on_rank_0("mxfp8_moe: attention runs without CUDA graphs: they would take more than half of the "
                             f"memory that a step leaves free ({held / 2**30:.2f} of {free / 2**30:.2f} GiB on this "
                             'rank). "graph_attention": true makes them anyway')
+
+    def _free(self) -> None:
+        """Begins anew, without graphs."""
+        self._graphed, self._steps = {}, 0
+        get_accelerator().empty_cache()
+        log_on_rank_0(f"mxfp8_moe: {PATIENCE} steps did not use the CUDA graphs of attention. Their memory is free "
+                      "again")
 
     def _give_up(self, reason: str) -> None:
         self._steps = PATIENCE

@@ -12,8 +12,6 @@ import pytest
 import torch
 
 import ds_mxfp8_moe
-from tests.support.adapted_models import build, plain_losses
-from tests.support.autoep_models import model
 from tests.support.checkpointed_net import WAYS
 from tests.support.models import BF16, DEFAULT, HIDDEN, Block, SwiGLU, gelu_mlp, moe_layer
 from tests.support.rank_pool import reset_deepspeed_groups
@@ -178,35 +176,3 @@ def test_bytes_kept_for_backward(ranks2, kind):
     for sizes in ranks2.run(keep, kind):
         assert sizes["mxfp8"] < 0.6 * sizes["bf16"]
         assert sizes["mxfp8"] < sizes["mxfp8-bf16-preactivation"] < 0.9 * sizes["bf16"]
-
-
-# ---- packed sequences without padding, of other lengths on each rank and in each step
-
-PACKED = (((5, 9, 23), (3, 8)), ((11, ), (7, 1, 30)), ((2, 2, 2, 40), (1, 6)))
-
-
-def packed(step, rank):
-    lengths = PACKED[step][rank]
-    ids = torch.randint(3, 128, (1, sum(lengths)), generator=torch.Generator().manual_seed(10 * step + rank))
-    # Without a cache of keys and values, transformers separates the sequences where positions begin anew.
-    return {"input_ids": ids, "labels": ids, "use_cache": False,
-            "position_ids": torch.cat([torch.arange(length) for length in lengths])[None]}
-
-
-def packed_losses(stage):
-    """Of one process and of an engine that recomputes."""
-    net, ours = model("mixtral"), []
-    net.gradient_checkpointing_enable({"use_reentrant": False})
-    engine = build(net, BF16, stage, rate=0.1, gradient_clipping=0.0)
-    for step in range(len(PACKED)):
-        loss = engine(**packed(step, dist.get_rank())).loss
-        engine.backward(loss)
-        engine.step()
-        ours.append(loss.item())
-    return plain_losses(model("mixtral"), range(len(PACKED)), 0.1, packed), ours
-
-
-@pytest.mark.parametrize("stage", slow_except([2, 3], 3))
-def test_packed_sequences_train_like_one_process(ranks2, stage):
-    for plain, ours in ranks2.run(packed_losses, stage):
-        assert ours == pytest.approx(plain, rel=1e-5)

@@ -33,18 +33,13 @@ def build(net, section, stage=0, ep_size=2, rate=LEARNING_RATE, **changes):
                                                                **changes))[0]
 
 
-def given(step: int, rank: int) -> dict[str, torch.Tensor]:
-    """A model's arguments."""
-    ids = batch(step, rank)
-    return {"input_ids": ids, "labels": ids}
-
-
-def plain_losses(net: torch.nn.Module, steps: Iterable[int], rate: float, given: Callable = given) -> list[float]:
+def plain_losses(net: torch.nn.Module, steps: Iterable[int], rate: float) -> list[float]:
     """This rank's losses of plain transformers and PEFT, trained on the batches of all ranks."""
     optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=rate, momentum=0.9)
     losses = []
     for step in steps:
-        of_ranks = [net(**given(step, rank)).loss for rank in range(dist.get_world_size())]
+        ids = [batch(step, rank) for rank in range(dist.get_world_size())]
+        of_ranks = [net(input_ids=one, labels=one).loss for one in ids]
         (sum(of_ranks) / len(of_ranks)).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ways to train a model with attention in CUDA graphs, and without."""
 
+import gc
+import weakref
 from unittest import mock
 
 import torch
@@ -35,6 +37,24 @@ def plainly(net) -> list[torch.Tensor]:
 def lengths(net) -> list[torch.Tensor]:
     """A micro-batch of another length now and then."""
     return [step(net, i, 12 if i in (7, 8, 11) else 16) for i in range(14)]
+
+
+def changing(net) -> list[torch.Tensor]:
+    """A length that comes in one step alone."""
+    return [step(net, i, 8 + i) for i in range(12)]
+
+
+def for_good(net) -> list[torch.Tensor]:
+    """From some step on, another length. The graphs of the first one are freed."""
+    losses = [step(net, i) for i in range(4)]
+    made = net._mxfp8.after_step.get("graphs")
+    first = weakref.WeakSet(made._graphed.values() if made else ())
+    losses += [step(net, i, 12) for i in range(4, 7)]
+    assert len(first) == (2 if made else 0)
+    losses += [step(net, i, 12) for i in range(7, 14)]
+    gc.collect()
+    assert not first
+    return losses
 
 
 def evaluation(net) -> list[torch.Tensor]:
