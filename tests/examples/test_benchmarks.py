@@ -269,21 +269,20 @@ def test_a_rank_out_of_memory_says_so_in_the_file_and_ends(tmp_path, monkeypatch
     """The other ranks may wait for it in an exchange."""
     monkeypatch.setattr(world, "size", lambda: 2)
     monkeypatch.setattr(os, "_exit", mock.Mock(side_effect=SystemExit))
-    cases = {case.part: case for case in long_sequences.cases("tiny")}
+    shared, longest, *_ = long_sequences.cases("tiny")
     runs = long_sequences.Runs(mock.Mock(out=tmp_path / "x.json", host_gib=1), {}, "abc")
-    for part, contender in (("longest", AUTOEP), ("shared", long_sequences.DEFAULT)):
+    for case, contender in ((longest, AUTOEP), (shared, long_sequences.DEFAULT)):
         step = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory."))
         with pytest.raises(SystemExit):
-            runs.or_end(cases[part], contender, step)
+            runs.or_end(case, contender, step)
     with pytest.raises(ValueError, match="other"):
-        runs.or_end(cases["shared"], AUTOEP, mock.Mock(side_effect=ValueError("other")))
+        runs.or_end(shared, AUTOEP, mock.Mock(side_effect=ValueError("other")))
     tried, failed = json.loads((tmp_path / "x.json").read_text())["rows"]
     assert tried["fits"] is False and tried["correct"] and "out of memory" in tried["why"]
     assert not failed["correct"] and "out of memory" in failed["failure"]
     # A second run goes on with what is lacking.
-    assert not [*runs.lacking(cases["shared"], long_sequences.DEFAULT)]
-    one = next(runs.lacking(cases["longest"], AUTOEP))
-    assert one.sequence == cases["longest"].sequence / 2
+    assert not [*runs.lacking(shared, long_sequences.DEFAULT)]
+    assert next(runs.lacking(longest, AUTOEP)).sequence == longest.sequence / 2
 
 
 # ---- the paired study -----------------------------------------------------------------------------------------------

@@ -5,8 +5,8 @@ Three parts, with the model, its share of experts ("one rank of") and Liger's ke
 sequence a step, and activation checkpointing:
 
 - shared: two ranks share a sequence of 128K tokens by DeepSpeed's Ulysses, and its layers' experts. 12 layers, full
-  finetuning, ZeRO-1, fused AdamW.
-- LoRA: one rank trains the whole model on a sequence of 128K tokens, with its experts frozen in 8 or 4 bits.
+  finetuning, ZeRO-1, fused AdamW. Also 32K tokens, and 128K with what checkpoints keep in host memory.
+- LoRA: one rank trains the whole model on a sequence of 128K or 32K tokens, its experts frozen in 8 or 4 bits.
 - longest: how long may a sequence of two ranks be in full finetuning of all layers? By powers of two and the middle
   between two of them, in ZeRO-2, with what checkpoints keep in host memory. AutoEP has torch's fused AdamW; ours has
   FlashAdamW with masters in bf16, and `"expert_turns": 16`. No optimizer is offloaded. Tokens attend to those of their
@@ -18,7 +18,7 @@ around the mpu that our engines get (compat/sequences.py).
 Kernels are compiled in two steps with short sequences, whose loss is compared, too. Then a shared sequence has one
 step that is not timed and two that are; LoRA has one, and a length that is tried has one.
 
-    torchrun --nproc-per-node 2 examples/benchmarks/training/long_sequences.py   # shared, then longest
+    torchrun --nproc-per-node 2 examples/benchmarks/training/long_sequences.py   # shared, longest
     python examples/benchmarks/training/long_sequences.py                        # LoRA
 
 Rows are added to what the result file has. Where a rank of several runs out of memory, the others wait for it in an
@@ -31,7 +31,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -65,6 +65,7 @@ from training.long_sequences_results import (
 )
 from training.whole_model import (
     AUTOEP,
+    CHECKPOINTING,
     DEFAULT,
     FULL,
     IN_4_BITS,
@@ -105,7 +106,7 @@ class Long(Case):
     part: str = SHARED
 
     def __str__(self) -> str:
-        return f"{self.part}, {self.sequence} tokens on {self.ranks} ranks"
+        return f"{self.part}, {self.sequence} tokens on {self.ranks} ranks, {CHECKPOINTING[self.checkpointing]}"
 
     @property
     def tokens(self) -> int:
@@ -122,16 +123,20 @@ class Long(Case):
         return {"case": self.described(), "contender": contender}
 
 
-def cases(model: str) -> list[Long]:
-    """Those of this many ranks, of Qwen3-30B-A3B or of the tiny model."""
+def cases(model: str) -> dict[Long, Collection[str]]:
+    """Those of this many ranks and their contenders, of Qwen3-30B-A3B or of the tiny model. What matters most comes
+    first."""
     tiny, ranks = model == "tiny", world.size()
     case = Long(model, FULL, 2 if tiny else 8, 1, 1, MODELS[model]["num_hidden_layers"], ranks,
                 sequence=128 if tiny else 2**17, checkpointing=True,
                 liger=not without_liger(MODELS[model]["model_type"]))
     if ranks == 1:
-        return [replace(case, part=ADAPTED, training=LORA, one_rank_of=1)]
-    return [replace(case, part=SHARED, layers=1 if tiny else 12),
-            replace(case, part=LONGEST, checkpointing="host")]
+        adapted = replace(case, part=ADAPTED, training=LORA, one_rank_of=1)
+        return {adapted: SECTIONS[ADAPTED], replace(adapted, sequence=case.sequence // 4): (IN_8_BITS, IN_4_BITS)}
+    shared = replace(case, part=SHARED, layers=1 if tiny else 12)
+    return {shared: SECTIONS[SHARED], replace(case, part=LONGEST, checkpointing="host"): SECTIONS[LONGEST],
+            replace(shared, sequence=case.sequence // 4): (AUTOEP, DEFAULT),
+            replace(shared, checkpointing="host"): (DEFAULT, )}
 
 
 def ds_config(case: Long, contender: str) -> dict:
@@ -335,11 +340,11 @@ class Runs:
 def fill(args: argparse.Namespace, rows: dict[tuple, dict], commit: str | None) -> Iterator[None]:
     """Adds what the rows lack, and yields whenever they are to be written."""
     runs = Runs(args, rows, commit)
-    for case in cases(args.model):
+    for case, contenders in cases(args.model).items():
         if case.part not in args.parts:
             continue
         with ulysses(case) as mpu:
-            for contender in SECTIONS[case.part]:
+            for contender in contenders:
                 for one in runs.lacking(case, contender):
                     for _ in world.in_time([f"{one}, {contender}"], args.seconds):
                         runs.measured(one, contender, mpu)

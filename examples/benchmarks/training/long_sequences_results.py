@@ -77,8 +77,9 @@ def plot(result: dict, pyplot: Any) -> None:
     panels: dict = {}
     for row in result["rows"]:
         if "states_bytes" in row:
-            title = f"{row['case']['part']}, sequence of {(row.get('longest') or row['case']['sequence']) // 1024}K"
             on_device = "host" not in row["case"]["checkpointing"]
+            title = (f"{row['case']['part']}, {(row.get('longest') or row['case']['sequence']) // 1024}K tokens"
+                     f"{'' if on_device else ', checkpoints on the host'}")
             kept = row["kept_bytes"] * on_device
             parts = {"states": row["states_bytes"], "kept by checkpoints": kept,
                      "the rest": row["peak_bytes"] - row["states_bytes"] - kept}
@@ -88,7 +89,7 @@ def plot(result: dict, pyplot: Any) -> None:
 
 # ---- the guide to long context ------------------------------------------------------------------------------------
 
-LENGTHS, MOST_GPUS = {"32K": 2**15, "128K": 2**17, "1M": 2**20}, 8
+LENGTHS, RANKS = {"32K": 2**15, "128K": 2**17, "1M": 2**20}, (1, 2, 4, 8)
 # What the guide calls a contender, with the training, the optimizer and the format of frozen experts that it has.
 PLANS = {SMALLEST: ("full finetuning, FlashAdamW, checkpoints on the host, 16 expert turns", FULL, changes.FLASH_BF16,
                     None),
@@ -107,23 +108,28 @@ def needed_bytes(row: dict, sequence: int, ranks: int) -> float:
 
 
 def guide_text(result: dict) -> str:
-    """How many GPUs a sequence needs by the formula, with what was measured of each token."""
+    """How many GPUs a sequence needs by the formula, with `r` as the longest one has it."""
+    found: dict[str, dict[int, dict]] = {name: {} for name in PLANS}
+    for row in map(lambda row: row | split(row), result["rows"]):
+        if "rest_kib" in row and row["contender"] in PLANS:
+            found[row["contender"]][row["case"]["sequence"]] = row
     lines = []
-    for row in prepare(result):
-        if row["contender"] in PLANS and "rest_kib" in row:
-            found = [[next((n for n in (1, 2, 4, MOST_GPUS) if needed_bytes(row, sequence, n)
-                            < memory.USABLE * gib * 2**30), None) for gib in memory.GPUS.values()]
-                     for sequence in LENGTHS.values()]
-            at = row.get("longest") or row["case"]["sequence"]
-            lines.append([PLANS[row["contender"]][0], f"{row['rest_kib']:.0f}, at {at // 1024}K",
-                          *(" / ".join(str(n or f"over {MOST_GPUS}") for n in of) for of in found)])
-    return show.markdown(lines, ["training", "r, KiB a token", *(f"GPUs for {name}" for name in LENGTHS)])
+    for name, rows in found.items():
+        if rows:
+            of_lengths = [[next((n for n in RANKS if needed_bytes(rows[max(rows)], sequence, n)
+                                 < memory.USABLE * gib * 2**30), None) for gib in memory.GPUS.values()]
+                          for sequence in LENGTHS.values()]
+            lines.append([PLANS[name][0],
+                          ", ".join(f"{row['rest_kib']:.0f} at {n // 1024}K" for n, row in sorted(rows.items())),
+                          *(" / ".join(str(n or f"over {RANKS[-1]}") for n in of) for of in of_lengths)])
+    return show.markdown(lines, ["Qwen3-30B-A3B", "r, KiB a token, with tokens in all", *(
+        f"{length}: GPUs of {' / '.join(memory.GPUS)}" for length in LENGTHS)])
 
 
 SHOWN = show.Shown(
     "long_sequences",
     [Measure(f"tokens per second: {DEFAULT} over {AUTOEP}", (DEFAULT, ), AUTOEP,
-             when=lambda case: case["part"] == SHARED, bars=(bar(1.2), )),
+             when=lambda case: case["part"] == SHARED, bars=(bar(1.2, sequence=2**17), )),
      Measure("LoRA, peak memory, GiB", (IN_8_BITS, IN_4_BITS, IN_TURNS), figure="peak_gib", better=show.SMALLER,
              form="{:.1f}", when=lambda case: case["part"] == ADAPTED, bars=(bar(100), )),
      Measure(f"longest sequence over {AUTOEP}'s", (SMALLEST, ), figure="times", bars=(bar(2), ))],
