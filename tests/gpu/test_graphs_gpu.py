@@ -11,6 +11,7 @@ from tests.support.graph_cases import (
     SLIDING,
     both,
     checkpointed,
+    checkpointed_on_the_host,
     evaluation,
     half_checkpointed,
     kept_losses,
@@ -36,7 +37,7 @@ def exactly():
     (0, 1, plainly, 0), (1, 3, plainly, 0), (2, 2, plainly, 0.1), (1, 2, lengths, 0), (1, 1, evaluation, 0.1),
     (2, 1, pairs, 0), (1, 2, thrown_away, 0), (1, 2, kept_losses, 0), (2, 1, uneven, 0),
     (1, 1, padded, 0), (1, 1, kept_outputs, 0), (1, 2, checkpointed, 0), (1, 1, checkpointed, 0.1),
-    (2, 2, reentrant, 0.1), (1, 2, half_checkpointed, 0)],
+    (2, 2, reentrant, 0.1), (1, 2, half_checkpointed, 0), (2, 2, checkpointed_on_the_host, 0.1)],
     ids=lambda value: getattr(value, "__name__", str(value)))
 def test_graphs_train_alike(gpu_ranks, stage, steps_of, train, dropout):
     for losses, weights, lines, _ in gpu_ranks.run(both, train, "qwen3_moe", stage, steps_of, BF16, exactly, **SIZES,

@@ -21,6 +21,7 @@ from tests.support.graph_cases import (
     SLIDING,
     both,
     checkpointed,
+    checkpointed_on_the_host,
     early,
     evaluation,
     half_checkpointed,
@@ -53,7 +54,8 @@ CASES = [("qwen3_moe", 0, 1, {}, plainly), ("qwen3_moe", 1, 3, BF16, plainly), (
          ("qwen3_moe", 1, 1, BF16, same_mask), ("qwen3_moe", 1, 1, BF16, inference_tensors),
          ("qwen3_moe", 1, 1, BF16, kept_outputs), ("qwen3_moe", 1, 1, BF16, early),
          ("qwen3_moe", 1, 2, BF16, checkpointed), ("qwen3_moe", 2, 2, BF16, reentrant),
-         ("qwen3_moe", 1, 2, BF16, half_checkpointed), ("qwen3_moe", 1, 1, BF16, no_longer_checkpointed)]
+         ("qwen3_moe", 1, 2, BF16, half_checkpointed),
+         ("qwen3_moe", 2, 2, BF16, checkpointed_on_the_host), ("qwen3_moe", 1, 1, BF16, no_longer_checkpointed)]
 # Eager attention, which gpt_oss has by default, returns its weights beside its output: no graph does.
 CASES += [(family, 1, 2, BF16, plainly) for family in FAMILIES if family not in ("qwen3_moe", "gpt_oss")]
 CASES = {f"{family}-zero{stage}-{steps_of}-{train.__name__}": ((train, family, stage, steps_of, dtype), {})

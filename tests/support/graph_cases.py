@@ -185,6 +185,11 @@ def checkpointed(net) -> list[torch.Tensor]:
     return [*lengths(net), *evaluation(net), *pairs(net)]
 
 
+def checkpointed_on_the_host(net) -> list[torch.Tensor]:
+    net.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False}, offload=True)
+    return plainly(net)
+
+
 def half_checkpointed(net) -> list[torch.Tensor]:
     net.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     net.module.model.layers[0].gradient_checkpointing = False
