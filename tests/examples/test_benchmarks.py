@@ -11,7 +11,7 @@ import statistics
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from unittest import mock
 
@@ -280,6 +280,9 @@ def test_a_rank_out_of_memory_says_so_in_the_file_and_ends(tmp_path, monkeypatch
     tried, failed = json.loads((tmp_path / "x.json").read_text())["rows"]
     assert tried["fits"] is False and tried["correct"] and "out of memory" in tried["why"]
     assert not failed["correct"] and "out of memory" in failed["failure"]
+    monkeypatch.setattr(long_sequences, "ulysses", nullcontext)
+    args = mock.Mock(parts=[longest.part], seconds=0, model="tiny", host_gib=1)
+    assert [*long_sequences.fill(args, {}, "abc")] == []  # without time for a trial, it ends
     # A second run goes on with what is lacking.
     assert not [*runs.lacking(shared, long_sequences.DEFAULT)]
     assert next(runs.lacking(longest, AUTOEP)).sequence == longest.sequence / 2
