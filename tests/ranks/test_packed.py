@@ -16,7 +16,8 @@ from ds_mxfp8_moe.routing.routes import is_recomputed
 from tests.support.autoep_models import converted, engine_of, model, watch_choices, weights
 from tests.support.autoep_trainings import BF16, PLAIN, assert_trains_like_transformers, near
 from tests.support.graph_cases import BF16 as IN_BF16
-from tests.support.graph_cases import both, changing, for_good
+from tests.support.graph_cases import SLIDING, both, changing, for_good
+from tests.support.guide_code_cases import GUIDES, blocks
 from tests.support.metrics_cases import monitor, written
 from tests.support.rank_pool import reset_deepspeed_groups
 from tests.support.recorded_graphs import emulated
@@ -58,6 +59,14 @@ def alone(net: torch.nn.Module, step: int, rank: int) -> torch.Tensor:
     return torch.cat(of_tokens).mean()
 
 
+def masked(engine, step: int, rank: int) -> torch.Tensor:
+    """The loss of packed sequences with the guide's masks for gpt-oss."""
+    names: dict = {}
+    exec(blocks(GUIDES / "long_context.md", "python")[-1], names)
+    batch = packed(step, rank)
+    return engine(**batch, attention_mask=names["masks"](engine.module, batch["position_ids"])).loss
+
+
 def of(batch: Callable) -> Callable:
     return lambda net, step, rank: net(**batch(step, rank)).loss
 
@@ -92,13 +101,14 @@ def trained(net, section, loss_of, stage=2, ep_size=2, recompute=None, steps=3, 
 
 def beside_one_process(family, stage, ep_size=2, turns=1, auxiliary=False) -> tuple:
     changes = AUX_LOSS if auxiliary else {"output_router_logits": False}
+    changes |= SLIDING if family == "gpt_oss" else {}
     own = trained(model(family, **changes), PLAIN, of(packed) if auxiliary else alone, 0)
-    section = {**BF16, "expert_turns": turns}
-    return near(own, trained(model(family, **changes), section, of(packed), stage, ep_size, recompute=False))
+    section, ours = {**BF16, "expert_turns": turns}, masked if family == "gpt_oss" else of(packed)
+    return near(own, trained(model(family, **changes), section, ours, stage, ep_size, recompute=False))
 
 
-@pytest.mark.parametrize("family, stage", slow_except([("qwen3_moe", 2), ("deepseek_v3", 1), ("mixtral", 3)],
-                                                         ("qwen3_moe", 2)))
+@pytest.mark.parametrize("family, stage", slow_except(
+    [("qwen3_moe", 2), ("gpt_oss", 2), ("deepseek_v3", 1), ("mixtral", 3)], ("qwen3_moe", 2), ("gpt_oss", 2)))
 def test_packed_sequences_train_like_separate_ones(ranks2, family, stage):
     assert_trains_like_transformers(ranks2.run(beside_one_process, family, stage))
 
