@@ -41,10 +41,10 @@ LONG = ROOT / "examples" / "guides" / "long_context.md"
 OF_80_GB = ("whole_model_memory", "whole_model_80gb")  # result files of whole_model.py's cases "memory"
 STUDY, OF_OPTIMIZERS = "convergence", "convergence_optimizers"  # result files of convergence.py
 GAIN = results_file.RESULTS / "gain.png"
-BENCHMARKS = ("training.whole_model", "training.train", "training.convergence", "training.frozen_quality",
-              "training.routes", "training.from_files", "training.long_sequences", "exchange.moe_layer",
-              "exchange.dispatch_combine", "exchange.latency", "exchange.two_hops", "kernels.expert_ffn",
-              "kernels.host", "kernels.grouped_gemm", "kernels.quantize")
+BENCHMARKS = ("training.whole_model", "training.train", "training.activations", "training.convergence",
+              "training.frozen_quality", "training.merge_quality", "training.routes", "training.from_files",
+              "training.long_sequences", "exchange.moe_layer", "exchange.dispatch_combine", "exchange.latency",
+              "exchange.two_hops", "kernels.expert_ffn", "kernels.host", "kernels.grouped_gemm", "kernels.quantize")
 Found = list[tuple[Path, dict]]
 
 

@@ -122,8 +122,8 @@ def _peaks(from_files: Iterable[dict]) -> list[str]:
     """The lowest peak of each model of more than 100 billion parameters, the least first."""
     found: dict = {}
     for row in sorted((row for row in from_files if "peak_gib" in row), key=lambda row: row["peak_gib"]):
-        ranks, size = row["case"]["ranks"], row["parameters"] / 1e9
-        what = [f"{size:.0f}B", "experts in 4 bits" if row.get("held_in") == "MXFP4" else "",
+        ranks, size = row["case"]["ranks"], (row["parameters"] - row["trained"]) / 1e9
+        what = [f"{size:.0f}B", "4-bit experts" if row.get("held_in") == "MXFP4" else "",
                 f"on each of {ranks} GPUs" if ranks > 1 else ""]
         if size > 100:
             found.setdefault(row["case"]["model"], f"{row['peak_gib']:.0f} GiB for {row['case']['model']} "
