@@ -2,6 +2,7 @@
 """Packed batches without padding, and padded ones: other numbers of tokens on each rank, in each step."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from unittest import mock
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from transformers import DataCollatorWithFlattening
 
+from ds_mxfp8_moe import record_routes
 from ds_mxfp8_moe.engine import graphs
 from ds_mxfp8_moe.engine.metrics import load_figures
 from ds_mxfp8_moe.routing.routes import is_recomputed
@@ -131,30 +133,61 @@ def the_same(one: tuple, other: tuple) -> bool:
     return one[0] == other[0] and all(torch.equal(moved, other[1][name]) for name, moved in one[1].items())
 
 
-def with_counts(**keys) -> tuple[tuple, list, list]:
-    """What `trained` returns; and of each call of a layer, how often which expert was chosen, in forward and again."""
-    net, forward, again = model(), [], []
+def counted(net: torch.nn.Module) -> tuple[list, list]:
+    """Gets how often which expert was chosen in each call of a layer: in forward, and when it is recomputed."""
+    forward, again = [], []
 
     def count(expert_TK: torch.Tensor) -> None:
         (again if is_recomputed() else forward).append(expert_TK.flatten().bincount(minlength=8).tolist())
 
     for layer in net.model.layers:
         watch_choices(layer.mlp, count)
-    return trained(net, MXFP8, of(packed), steps=6, gradient_accumulation_steps=2, **keys), forward, again
+    return forward, again
+
+
+def last_layer_first(counts: list) -> list:
+    """Of each micro-batch, as two layers are recomputed."""
+    return [counts[i + layer] for i in range(0, len(counts), 2) for layer in (1, 0)]
+
+
+def with_counts(stage: int, way: bool | None) -> tuple:
+    net = model()
+    counts = counted(net)
+    return trained(net, MXFP8, of(packed), stage, recompute=way, steps=6, gradient_accumulation_steps=2), *counts
 
 
 def recomputed(stage: int) -> tuple[bool, bool]:
     """Whether both ways of checkpointing give the same bits, and route as forward did."""
-    (plain, counts, none), *others = (with_counts(stage=stage, recompute=way) for way in (None, False, True))
-    # The last layer of a micro-batch is recomputed first.
-    expected = [counts[i + layer] for i in range(0, len(counts), 2) for layer in (1, 0)]
+    (plain, counts, none), *others = (with_counts(stage, way) for way in (None, False, True))
     return (all(the_same(plain, other) and forward == counts for other, forward, _ in others),
-            not none and all(again == expected for *_, again in others))
+            not none and all(again == last_layer_first(counts) for *_, again in others))
 
 
 @pytest.mark.parametrize("stage", slow_except([1, 3], 3))
 def test_recomputation_changes_no_bit_and_routes_the_same(ranks2, stage):
     assert ranks2.run(recomputed, stage) == [(True, True)] * 2
+
+
+def repeated(way: bool, records: bool) -> bool:
+    """Whether layers choose the same experts again, although what comes to them has other bits then."""
+    net = model()
+    forward, again = counted(net)
+    for layer in net.model.layers:
+        layer.mlp.register_forward_pre_hook(
+            lambda _, args: (args[0] + 0.3 * torch.randn_like(args[0]), ) if is_recomputed() else None)
+    net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": way})
+    net.enable_input_require_grads()
+    engine = engine_of(net, BF16, 1)
+    with record_routes(engine) if records else nullcontext():
+        engine.backward(of(packed)(engine, 0, dist.get_rank()))
+    engine.step()
+    engine.destroy()
+    return again == last_layer_first(forward)
+
+
+def test_recorded_routes_are_repeated_where_a_recomputation_has_other_bits(ranks2):
+    assert ranks2.run(repeated, True, False) == [False] * 2
+    assert ranks2.run(repeated, True, True) == ranks2.run(repeated, False, True) == [True] * 2
 
 
 def without_keys(key: str) -> bool:
