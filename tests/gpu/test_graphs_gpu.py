@@ -13,7 +13,9 @@ from tests.support.graph_cases import (
     checkpointed,
     checkpointed_on_the_host,
     evaluation,
+    for_good,
     half_checkpointed,
+    impatient,
     kept_losses,
     kept_outputs,
     lengths,
@@ -51,6 +53,13 @@ def test_layers_whose_masks_differ(gpu_ranks):
                                                    seconds=120):
         assert lines and all("runs in CUDA graphs" in line for line in lines), lines
         assert losses and weights
+
+
+def test_graphs_that_no_step_uses_are_freed(gpu_ranks):
+    for losses, weights, lines, _ in gpu_ranks.run(impatient, for_good, exactly, **SIZES, seconds=120):
+        assert losses and weights
+        made, freed, again = lines
+        assert "did not use the CUDA graphs" in freed and all("runs in CUDA graphs" in line for line in (made, again))
 
 
 def waiting(net):

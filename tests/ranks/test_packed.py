@@ -4,7 +4,6 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from unittest import mock
 
 import deepspeed.comm as dist
 import pytest
@@ -12,17 +11,14 @@ import torch
 from transformers import DataCollatorWithFlattening
 
 from ds_mxfp8_moe import record_routes
-from ds_mxfp8_moe.engine import graphs
 from ds_mxfp8_moe.engine.metrics import load_figures
 from ds_mxfp8_moe.routing.routes import is_recomputed
 from tests.support.autoep_models import converted, engine_of, model, watch_choices, weights
 from tests.support.autoep_trainings import BF16, PLAIN, assert_trains_like_transformers, near
-from tests.support.graph_cases import BF16 as IN_BF16
-from tests.support.graph_cases import SLIDING, both, changing, for_good
+from tests.support.graph_cases import SLIDING, changing, for_good, impatient
 from tests.support.guide_code_cases import GUIDES, blocks
 from tests.support.metrics_cases import monitor, written
 from tests.support.rank_pool import reset_deepspeed_groups
-from tests.support.recorded_graphs import emulated
 from tests.support.slow import slow_except
 
 # Of the sequences of each rank, by step. A rank may have two tokens alone.
@@ -242,20 +238,14 @@ def test_metrics_count_the_tokens_of_each_rank_and_padding(ranks2, tmp_path):
 # ---------------------------------------------------------------- graphs of attention
 
 
-def graphed(train) -> tuple:
-    """See graph_cases.both."""
-    with mock.patch.object(graphs, "PATIENCE", 4):
-        return both(train, "qwen3_moe", 1, 1, IN_BF16, emulated)
-
-
 def test_lengths_that_come_once_have_no_graphs(ranks2):
-    for losses, moved, lines, replays in ranks2.run(graphed, changing):
+    for losses, moved, lines, replays in ranks2.run(impatient, changing):
         assert losses and moved and not replays
         assert len(lines) == 1 and "Micro-batches need the same shape" in lines[0]
 
 
 def test_graphs_that_no_step_uses_are_freed(ranks2):
-    for losses, moved, lines, replays in ranks2.run(graphed, for_good):
+    for losses, moved, lines, replays in ranks2.run(impatient, for_good):
         assert losses and moved and replays == 4 * (2 + 4)
         made, freed, again = lines
         assert "did not use the CUDA graphs" in freed and made == again
