@@ -153,11 +153,12 @@ def timer(waits: bool = False) -> dict:
 
 
 def engine_of(size: Size, layers: int, ep: int, zero: int, *, classic: bool, section: dict | None, drop: bool = False,
-              **more) -> nn.Module:
+              adapters: dict | None = None, **more) -> nn.Module:
     """A DeepSpeed engine as users make it; ours by the section "mxfp8_moe".
 
     Args:
         drop: classic layers drop tokens beyond a capacity.
+        adapters: of peft.LoraConfig, which alone are trained then.
         more: other keys of the config.
     """
     model = hugging_face(size, layers).train()
@@ -169,6 +170,9 @@ def engine_of(size: Size, layers: int, ep: int, zero: int, *, classic: bool, sec
             layer.mlp = Classic(layer.mlp, size, ep, drop)
     else:
         config["expert_parallel"] = {"enabled": True, "autoep_size": ep, "preset_model": size.family}
+    if adapters is not None:
+        import peft
+        model = peft.get_peft_model(model, peft.LoraConfig(**adapters))
     if section is not None:
         config["mxfp8_moe"] = {**OURS, **section}
     return ds_mxfp8_moe.initialize(model=model, config=config)[0]
@@ -348,7 +352,7 @@ class EvenGate(TopKGate):
                 weight_TK.t(), given.counts_E)
 
 
-UNEVEN = {f"fullest rank {times}x": times for times in (1.5, 3)}  # times the mean
+UNEVEN = {f"fullest rank {times}x": times for times in (1.5, 3, 5)}  # times the mean
 AS_RECORDED = "as recorded"
 
 

@@ -44,11 +44,14 @@ from lib.show import Measure, bar
 from lib.timing import apart_ms, moment, spread_ms
 from lib.trainings import complete, found, key, settle
 from lib.world import on_gpu
+from training.whole_model import ADAPTERS
+from training.whole_model_results import FULL, LORA
 
 AUTOEP, CLASSIC, OURS_BF16 = "AutoEP bf16", "classic bf16", "ours, bf16"
 HP, MXFP8 = "ours, mxfp8_wgrad_with_hp", "ours, mxfp8"
 HP_CLASSIC = "ours, mxfp8_wgrad_with_hp, classic"
 BALANCED = "ours, mxfp8_wgrad_with_hp, balanced placement"
+IN_TURNS = "ours, mxfp8_wgrad_with_hp, balanced placement, 4 turns"
 WARM_UP = 4  # micro-batches
 ROUTINGS = ("even", "router")
 MORE_ROUTINGS = (*models.UNEVEN, models.AS_RECORDED)
@@ -68,6 +71,7 @@ class Case:
     steps: int
     routing: str
     accumulation: int
+    training: str = FULL
 
     @property
     def shape(self) -> models.Size:
@@ -81,7 +85,8 @@ class Case:
     def described(self) -> dict:
         """The case in a result file. tokens_per_rank: of a micro-batch."""
         size = self.shape
-        return {**asdict(self), "dp": self.ranks // self.ep, "hidden": size.hidden, "ffn": size.ffn,
+        fields = {key: value for key, value in asdict(self).items() if value != FULL}
+        return {**fields, "dp": self.ranks // self.ep, "hidden": size.hidden, "ffn": size.ffn,
                 "experts": size.experts, "top_k": size.top_k, "tokens_per_rank": size.tokens,
                 "tokens_per_expert": self.tokens_per_expert,
                 "predicted_bytes": round(size.bytes_of(self.layers, self.ranks))}
@@ -99,6 +104,8 @@ CONTENDERS: dict[str, Callable[..., nn.Module]] = {  # what matters most comes f
     HP_CLASSIC: partial(models.engine_of, classic=True, section=RECIPES["mxfp8_wgrad_with_hp"]),
     BALANCED: partial(models.engine_of, classic=False,
                       section={**RECIPES["mxfp8_wgrad_with_hp"], "expert_placement": "balanced"}),
+    IN_TURNS: partial(models.engine_of, classic=False, section={
+        **RECIPES["mxfp8_wgrad_with_hp"], "expert_placement": "balanced", "expert_turns": 4}),
 }
 
 
@@ -215,7 +222,9 @@ class Run(NamedTuple):
 
     def build(self) -> Training:
         case = self.cases[0]
-        return Training(CONTENDERS[self.contender](case.shape, case.layers, case.ep, case.zero), case.shape)
+        adapters = ADAPTERS if case.training == LORA else None
+        return Training(CONTENDERS[self.contender](case.shape, case.layers, case.ep, case.zero, adapters=adapters),
+                        case.shape)
 
     def rows(self) -> Iterator[tuple[Case, dict]]:
         """Each case with what was measured; collective."""
@@ -246,7 +255,9 @@ def fill(args: argparse.Namespace, rows: dict[tuple, dict], commit: str | None) 
 def cases_of(args: argparse.Namespace) -> list[tuple[Case, ...]]:
     """What was asked for, by engine, with the experts over all ranks."""
     ranks = world.size()
-    memory = torch.cuda.mem_get_info()[1] if on_gpu() else 2 * models.SCRATCH_BYTES
+    memory = 2 * models.SCRATCH_BYTES
+    if on_gpu():  # which ranks may share
+        memory = torch.cuda.mem_get_info()[1] / math.ceil(ranks / get_accelerator().device_count())
     found = []
     for name in args.sizes or (models.FULL_SIZES if on_gpu() else ("tiny", )):
         size = models.SIZES[name]
@@ -255,7 +266,7 @@ def cases_of(args: argparse.Namespace) -> list[tuple[Case, ...]]:
             world.say(f"{name}: no layer fits into {memory / 2**30:.0f} GiB on each of {ranks} ranks")
             continue
         of = name, layers, args.zero, ranks, ranks
-        found.append(tuple(Case(*of, math.ceil(args.steps / count), routing, count)
+        found.append(tuple(Case(*of, math.ceil(args.steps / count), routing, count, args.training)
                            for count in sorted(set(args.accumulation)) for routing in args.routings))
     return found
 
@@ -265,7 +276,7 @@ def cases_of(args: argparse.Namespace) -> list[tuple[Case, ...]]:
 
 def prepare(result: dict) -> list[dict]:
     """Cases without what follows from their size."""
-    keys = "size", "zero", "ep", "dp", "ranks", "routing", "accumulation", "layers", "overflow_check"
+    keys = "size", "training", "zero", "ep", "dp", "ranks", "routing", "accumulation", "layers", "overflow_check"
     return [{**row, "case": {key: row["case"][key] for key in keys if key in row["case"]}} for row in result["rows"]]
 
 
@@ -311,6 +322,8 @@ def main() -> None:
     parser.add_argument("--routings", nargs="+", choices=(*ROUTINGS, *MORE_ROUTINGS), metavar="ROUTING",
                         default=ROUTINGS, help=f"some of {', '.join((*ROUTINGS, *MORE_ROUTINGS))} (default: the first "
                         "two)")
+    parser.add_argument("--training", choices=(FULL, LORA), default=FULL, help="LoRA of attention and experts needs "
+                        "contenders of ours: AutoEP finds no experts that PEFT wraps (default: %(default)s)")
     parser.add_argument("--zero", type=int, choices=(1, 2), default=1, help="stage (default: %(default)s)")
     parser.add_argument("--steps", type=run.one_or_more, default=10,
                         help="timed in each case, counted in micro-batches (default: %(default)s)")
