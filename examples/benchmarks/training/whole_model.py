@@ -56,6 +56,8 @@ from training import changes, step_parts
 from training.step_parts import GRADIENTS, IDLE, PARTS
 from training.whole_model_results import (
     AUTOEP,
+    AWARE,
+    AWARE_IN_4_BITS,
     BF16,
     CASES,
     CHANGES,
@@ -79,8 +81,10 @@ from training.whole_model_results import (
 SECTIONS: dict[str, dict] = {BF16: {"recipe": "bf16"}, DEFAULT: {}, MXFP8: {"recipe": "mxfp8"},
                              KEPT: {"keep_quantized_weights": True}, NOT_KEPT: {"keep_quantized_weights": False},
                              NO_GRAPHS: {"graph_attention": False}, IN_8_BITS: {"frozen_experts": "mxfp8"},
-                             IN_4_BITS: {"frozen_experts": "mxfp4"}}
+                             IN_4_BITS: {"frozen_experts": "mxfp4"}, AWARE: {"merge_aware": True},
+                             AWARE_IN_4_BITS: {"frozen_experts": "mxfp4", "merge_aware": True}}
 CONTENDERS, REFERENCES = (PLAIN, AUTOEP, *SECTIONS), (PLAIN, AUTOEP, BF16)
+STANDARD = (PLAIN, AUTOEP, BF16, DEFAULT, MXFP8)  # without others being asked for
 # These are the rates for weights with a fan-in of at most FAN_IN. A step of Adam moves the outputs of a wider weight
 # further. At 1e-5, two steps lower the loss of a random Mixtral by 1.7, and rounding to MXFP8 slows so fast a fall.
 LEARNING_RATES, FAN_IN = {FULL: 1e-5, LORA: 1e-4}, 2048
@@ -378,7 +382,7 @@ def runs_of(args: argparse.Namespace) -> list[Run]:
     found = []
     for line in lines:
         layers = min(line.get("layers", MODELS[line["model"]]["num_hidden_layers"]), args.layers or math.inf)
-        names = [name for name in line.get("contenders", args.contenders or CONTENDERS[:-5])
+        names = [name for name in line.get("contenders", args.contenders or STANDARD)
                  if name in (args.contenders or CONTENDERS)
                  and (line["training"], name) != (LORA, AUTOEP)]  # it finds no experts that PEFT wraps
         keys = {key: value for key, value in line.items() if key != "contenders"}
@@ -400,7 +404,7 @@ def main() -> None:
     parser.add_argument("--liger", nargs="+", choices=("with", "without"), default=["with", "without"],
                         help="default: both, without first")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, metavar="NAME",
-                        help=f"some of: {'; '.join(CONTENDERS)} (default: all but the last five)")
+                        help=f"some of: {'; '.join(CONTENDERS)} (default: the first {len(STANDARD)})")
     parser.add_argument("--layers", type=run.one_or_more, help="at most; default: as whole_model.yaml says")
     parser.add_argument("--no-parts", action="store_true", help="leave the profiled steps out")
     trainings.complete(SHOWN, parser, fill)

@@ -22,6 +22,7 @@ PLAIN, AUTOEP = "transformers bf16", "AutoEP bf16"
 BF16, DEFAULT, MXFP8, KEPT = "ours, bf16", "ours, default", "ours, mxfp8", "ours, default, weights kept"
 NOT_KEPT, NO_GRAPHS = "ours, default, weights not kept", "ours, default, without CUDA graphs"
 IN_8_BITS, IN_4_BITS = "ours, default, frozen experts in 8 bits", "ours, default, frozen experts in 4 bits"
+AWARE, AWARE_IN_4_BITS = "ours, default, merge_aware", "ours, default, frozen experts in 4 bits, merge_aware"
 # Keys of a case that the guide to fast training changes.
 CHANGES = ("attention", "loss", "optimizer", "compiled", "timer")
 # What a result file says for a value of whole_model.yaml.
