@@ -39,6 +39,7 @@ FAST = ROOT / "examples" / "guides" / "fast_training.md"
 MEMORY = ROOT / "examples" / "guides" / "memory.md"
 LONG = ROOT / "examples" / "guides" / "long_context.md"
 OF_80_GB = ("whole_model_memory", "whole_model_80gb")  # result files of whole_model.py's cases "memory"
+IN_4_BITS = "whole_model_4bits"  # of LoRA, with frozen experts in 4 bits
 STUDY, OF_OPTIMIZERS = "convergence", "convergence_optimizers"  # result files of convergence.py
 GAIN = results_file.RESULTS / "gain.png"
 BENCHMARKS = ("training.whole_model", "training.train", "training.activations", "training.convergence",
@@ -110,7 +111,9 @@ def front_page_text(pages: dict, quality: str) -> str:
     table = compact(front_page.models_table(machines, whole, loaded))
     told = textwrap.fill(f"{quality} {front_page.skew(of_four_ranks(pages[train]))}", 119, break_on_hyphens=False)
     text = replaced(text, "measured", f"{table}\n\n{told}")
-    return replaced(text, "own", front_page.own_rates(whole_model.SHOWN.prepared(of_one_rank(pages[whole_model])[1])))
+    by_stem = {path.stem: whole_model.SHOWN.prepared(result) for path, result in pages[whole_model]}
+    own = [by_stem[stem] for stem in (of_one_rank(pages[whole_model])[0].stem, OF_80_GB[0], IN_4_BITS)]
+    return replaced(text, "own", front_page.own_rates(*own))
 
 
 def of_one_rank(found: Found) -> tuple[Path, dict]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from lib import results_file, show
 from lib.gains import Gain
 
-from . import convergence_results, train, whole_model_results
+from . import changes, convergence_results, train
 from .whole_model_results import (
     AUTOEP,
     BF16,
@@ -20,11 +20,13 @@ from .whole_model_results import (
     FASTEST,
     FULL,
     IN_4_BITS,
+    LIGER,
     LORA,
     MODELS,
     PLAIN,
     WITHOUT_LIGER,
     experts_of,
+    row_of,
 )
 
 OVER = {AUTOEP: "DeepSpeed AutoEP", PLAIN: "Transformers"}
@@ -64,9 +66,9 @@ def whole_models(result: dict) -> tuple[list[Gain], list[Gain]]:
     """Full finetuning over AutoEP, and LoRA over transformers."""
     model, found = CASES["short"][0]["model"], ([], [])
     for told, changed in SCRIPTS.items():
-        rows = [whole_model_results.row_of(result, name, changed) for name in (AUTOEP, BF16, DEFAULT)]
+        rows = [row_of(result, name, changed) for name in (AUTOEP, BF16, DEFAULT)]
         found[0].append(gain(f"{model}, {told}", AUTOEP, *rows))
-    rows = [whole_model_results.row_of(result, name, FASTEST, 1) for name in (PLAIN, BF16, DEFAULT)]
+    rows = [row_of(result, name, FASTEST, 1) for name in (PLAIN, BF16, DEFAULT)]
     found[1].append(gain(f"{model}, Liger kernels", PLAIN, *rows))
     for group in results_file.groups(result):
         case = group.case
@@ -114,8 +116,8 @@ def lead(full: list[Gain], exchanged: list[Gain], adapted: list[Gain], from_file
         f"{', '.join(large)} and {last}."]
     lines = [textwrap.fill(bullet, 119, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
              for bullet in bullets]
-    both = f"In the figure's cases, MXFP8 adds {added[0]:.0%} to {added[-1]:.0%} to this package's speed in bf16."
-    return "\n".join([*lines, "", both])
+    both = f"- In the figure's cases, MXFP8 adds {added[0]:.0%} to {added[-1]:.0%} to this package's speed in bf16."
+    return "\n".join([*lines, both])
 
 
 def _peaks(from_files: Iterable[dict]) -> list[str]:
@@ -211,12 +213,25 @@ def skew(result: dict) -> str:
             f"{ours[0]:.2f}x to {ours[-1]:.2f}x as long (AutoEP: {theirs[0]:.2f}x to {theirs[-1]:.2f}x).")
 
 
-def own_rates(result: dict) -> str:
-    """This package's own figures for the table of others. `result`: of whole_model.py, prepared."""
-    full, adapted = (whole_model_results.row_of(result, DEFAULT, FASTEST, i) for i in (0, 1))
-    other = whole_model_results.row_of(result, DEFAULT, CASES["full"][0])
+def own_rates(fastest: dict, smallest: dict, in_4_bits: dict) -> str:
+    """This package's own figures for the table of others.
+
+    Args:
+        fastest: of whole_model.py, prepared, as the others.
+        smallest: of its cases "memory".
+        in_4_bits: with frozen experts in 4 bits.
+    """
+    small = FASTEST | {"optimizer": changes.FLASH_BF16}
+    full, less = row_of(fastest, DEFAULT, FASTEST), row_of(smallest, DEFAULT, small)
+    other = row_of(smallest, DEFAULT, small | {"model": CASES["memory"][-1]["model"]})
+    lora = [row["peak_bytes"] / 2**30 for row in (row_of(fastest, DEFAULT, FASTEST, 1),
+                                                  row_of(in_4_bits, IN_4_BITS, LIGER, 1))]
+
+    def told(row: dict) -> str:
+        return f"{rate(row, 'MXFP8'):,.0f}"
+
     return textwrap.fill(
-        f"Ours, MXFP8 experts on one H200 without the all-to-all: {full['case']['model']} {rate(full, 'MXFP8'):,.0f} "
-        f"tokens/s ({full['tokens_per_s_exchange']:,} with a modeled all-to-all), "
-        f"{adapted['peak_bytes'] / 2**30:.0f} GiB in LoRA; {other['case']['model']} {rate(other, 'MXFP8'):,.0f}.", 119,
-        break_on_hyphens=False)
+        f"Ours, MXFP8 experts on one H200 without the all-to-all: {full['case']['model']} {told(full)} tokens/s "
+        f"({full['tokens_per_s_exchange']:,} with a modeled all-to-all), {told(less)} with 8-bit moments at "
+        f"{less['peak_bytes'] / 2**30:.0f} GiB; in LoRA {lora[0]:.0f} GiB, or {lora[1]:.0f} with 4-bit experts; "
+        f"{other['case']['model']} {told(other)} ({other['tokens_per_s_exchange']:,}).", 119, break_on_hyphens=False)
