@@ -16,28 +16,23 @@ A gradient that no other rank has a part of needs no communication. It goes from
 or is there already (sums.py).
 """
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import is_moe_param
-from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.torch_autocast import is_autocast_initialized
-from deepspeed.runtime.utils import is_model_parallel_parameter, mask_nan_or_inf_with_val_inplace
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, GradPartitionBufferGroup
-from deepspeed.runtime.zero.utils import get_norm_dtype
-from deepspeed.utils import lazy_init_hp_params_optimizer_state
 from torch.autograd.graph import Node
-from torch.distributed import ProcessGroup
-from torch.nn.utils import get_total_norm
 
 from ..compute.sums import Sum
 from .sums import Sums
+from .zero_batching import Batching, Parts, Place, split
+from .zero_checks import BatchedChecks, share_masters
 
 AT_ONCE = 2**26  # elements of one call. More need more memory. Fewer leave the device waiting for the host's next call
 
@@ -56,11 +51,11 @@ def batch_gradients(optimizer: Any, on: bool) -> str | None:
     vars(optimizer).pop("mxfp8_batching", None)
     kind = BatchedGradients if _copies_alike(optimizer) else BatchedChecks
     optimizer.__class__ = kind if on and not optimizer.cpu_offload else DeepSpeedZeroOptimizer
-    _share_masters(optimizer, isinstance(optimizer, BatchedChecks))
+    share_masters(optimizer, isinstance(optimizer, BatchedChecks))
     if on and optimizer.cpu_offload:
         return "ZeRO-Offload is on, whose gradients leave the device one by one"
     if isinstance(optimizer, BatchedGradients):
-        optimizer.mxfp8_batching = _Batching(
+        optimizer.mxfp8_batching = Batching(
             optimizer.ipg_buckets[optimizer.dtype], optimizer.partition_gradients or optimizer.overlap_comm,
             dist.get_world_size(group=optimizer.dp_process_group) if optimizer.gradient_average else 1,
             Sums(optimizer))
@@ -76,162 +71,6 @@ def _copies_alike(optimizer: DeepSpeedZeroOptimizer) -> bool:
             and "muon" not in type(optimizer.optimizer).__name__.lower())
 
 
-def _share_masters(optimizer: DeepSpeedZeroOptimizer, on: bool) -> None:
-    """Masters in the weights' own dtype are the weights of this rank's partition: one tensor holds both.
-
-    After its step, DeepSpeed copies the master into the weights. That copies nothing where they are the same tensor.
-    """
-    changed = False
-    for master, partitions, group in zip(optimizer.single_partition_of_fp32_groups,
-                                         optimizer.parallel_partitioned_bit16_groups, optimizer.real_dp_process_group,
-                                         strict=True):
-        weights = partitions[dist.get_rank(group=group)]
-        if master.dtype == weights.dtype and (master.data_ptr() == weights.data_ptr()) != on:
-            master.data = weights.detach() if on else weights.detach().clone()
-            changed = True
-    if changed:  # DeepSpeed gives access to the masters of single parameters, and to their moments once they are there
-        optimizer._link_all_hp_params()
-        if states := optimizer.optimizer.state:
-            for parameters, master in zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups,
-                                          strict=True):
-                lazy_init_hp_params_optimizer_state(parameters, master, states)
-
-
-class BatchedChecks(DeepSpeedZeroOptimizer):
-    """Checks all gradients for overflow at once, and computes their norms at once. Skips loops that change nothing."""
-
-    def reload_states(self, *args, **kwargs) -> None:
-        """As DeepSpeed's."""
-        super().reload_states(*args, **kwargs)
-        _share_masters(self, on=True)
-
-    def _get_groups_without_padding(self, groups_with_padding: list) -> list:
-        """What a checkpoint has of the masters. A file that holds a part of the weights would hold all of them."""
-        return [part.clone() if 2 * part.nbytes <= part.untyped_storage().nbytes() else part
-                for part in super()._get_groups_without_padding(groups_with_padding)]
-
-    def should_refresh_expected_hook_count(self) -> bool:
-        """Whether DeepSpeed now counts the parameters that get gradients in this backward pass.
-
-        By the count it knows when the pass has ended. In a pass by engine.backward, autograd says so, and nothing
-        reads the count: then DeepSpeed counts nothing.
-        """
-        return self._backward_active_depth == 0 and super().should_refresh_expected_hook_count()
-
-    def has_overflow_partitioned_grads_serial(self) -> torch.Tensor:
-        """Whether any gradient of this rank's partitions holds a NaN or an Inf: bool [1], on the device."""
-        gradients = [g for i in range(len(self.bit16_groups)) for g in _whole(self.averaged_gradients[i])
-                     if g is not None and g.numel()]
-        if not gradients:
-            return torch.zeros(1, dtype=torch.bool, device=get_accelerator().current_device_name())
-        return get_total_norm(gradients, math.inf).isfinite().logical_not().view(1)
-
-    def get_grad_norm_direct(self, gradients: list, params: list, norm_type: float = 2) -> torch.Tensor:
-        """As DeepSpeed's. Each gradient's norm is a float64, as there, and their sum is rounded to float32."""
-        if norm_type != 2:
-            return super().get_grad_norm_direct(gradients, params, norm_type)
-        parts = (g for g in gradients if not getattr(g, "_mxfp8_padding", False))
-        counted = [g.detach() for g, p in zip(parts, params, strict=False)
-                   if not (hasattr(p, PIPE_REPLICATED) and p.ds_pipe_replicated)
-                   and (self.model_parallel_rank == 0 or is_model_parallel_parameter(p))]
-        if counted:
-            norms = torch._foreach_norm(counted, 2, dtype=get_norm_dtype())
-            total = torch.stack(norms).pow(2).sum().float()
-        else:
-            total = torch.tensor(0.0, dtype=torch.float32, device=self.device)
-        dist.all_reduce(total, op=dist.ReduceOp.SUM, group=self.dp_process_group)
-        self._model_parallel_all_reduce(tensor=total, op=dist.ReduceOp.SUM)
-        total = total.pow(1. / norm_type)
-        mask_nan_or_inf_with_val_inplace(total, device=self.device)
-        return total
-
-    def _update_model_bit16_weights(self, group_index: int) -> None:
-        """Points parameters at their places in the flat weights, unless all of them point there."""
-        flat = self.bit16_groups_flat[group_index]
-        start, size = flat.data_ptr(), flat.element_size()
-        if any(p.data_ptr() != start + offset * size or p.shape != meta.shape or not p.is_contiguous()
-               for p, meta, offset in zip(self.round_robin_bit16_groups[group_index],
-                                          self.round_robin_bit16_meta[group_index],
-                                          self.round_robin_bit16_offsets[group_index], strict=True)):
-            super()._update_model_bit16_weights(group_index)
-
-
-def _whole(gradients: list) -> Sequence[torch.Tensor]:
-    """The gradients of a group. If they are parts of one tensor, large pieces of that tensor instead."""
-    whole = getattr(gradients, "flat_partition", None)
-    return gradients if whole is None else whole.split(2**30)  # kernels may count the elements of a tensor in 32 bits
-
-
-def _split(flat: torch.Tensor, likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The parts of a flat tensor that have the shapes of `likes`, one after the other."""
-    parts = flat.split([like.numel() for like in likes])
-    return [part.view(like.shape) for part, like in zip(parts, likes, strict=True)]
-
-
-class _Place(NamedTuple):
-    """Where the gradient of a parameter goes.
-
-    Attributes:
-        process_group: the ranks that it is averaged over.
-        pieces: (rank of that group, elements) for each partition that it touches, in their order in the gradient.
-        own: (start in the gradient, start in this rank's partition, elements), or None if this rank has no piece.
-        alone: whether this rank is the only one of its group, and sums are in the gradients' dtype.
-    """
-
-    process_group: ProcessGroup
-    pieces: list[tuple[int, int]]
-    own: tuple[int, int, int] | None
-    alone: bool
-
-
-class _Batching:
-    """What BatchedGradients knows beside DeepSpeed's attributes.
-
-    Attributes:
-        waiting: parameters whose gradients are not in the bucket yet. `bucket.grads` holds the gradients. The bucket
-            counts their elements already.
-        elements: how many elements these gradients have.
-        alone: parameters that no other rank has, and whose gradients are not in the sums yet, with their keys.
-        alone_elements: how many elements these gradients have.
-        in_hooks: gradients come from autograd's hooks, which may run on different streams. If false, they come after
-            the backward pass.
-        divisor: by which sums over ranks become averages.
-        stream: the one that computed the gradients that wait. None: the current one.
-        places: parameter id -> its place.
-        fresh: groups whose sum began since the last epilogue: in this pass (ZeRO-2), or in this step (ZeRO-1).
-            Gradients are copied into such a sum, and added to others.
-        specs, likes: for each group, DeepSpeed's description of the parts of its sum, and tensors of their shapes.
-        norm: of all gradients in this step, as DeepSpeed computed it.
-        scaled: gradients that are unscaled and clipped already.
-        sums: which gradients are in the sums already.
-    """
-
-    def __init__(self, bucket: Any, in_hooks: bool, divisor: int, sums: Sums):
-        self.bucket, self.in_hooks, self.divisor, self.sums = bucket, in_hooks, divisor, sums
-        self.waiting: list[torch.nn.Parameter] = []
-        self.elements = 0
-        self.alone: list[tuple[torch.nn.Parameter, tuple]] = []
-        self.alone_elements = 0
-        self.stream: Any = None
-        self.places: dict[int, _Place] = {}
-        self.fresh: set[int] = set()
-        self.specs: dict[int, list] = {}
-        self.likes: dict[int, list] = {}
-        self.norm: torch.Tensor | None = None
-        self.scaled: torch.Tensor | None = None
-
-
-class _Parts(GradPartitionBufferGroup):
-    """The sum of a group's gradients in this rank's partition, and its parts, one for each parameter."""
-
-    def __init__(self, flat_partition: torch.Tensor, likes: list, specs: list):
-        list.__init__(self, _split(flat_partition, likes))
-        self.flat_partition, self._view_specs = flat_partition, specs
-        for part, (_, _, is_padding) in zip(self, specs, strict=True):
-            if is_padding:
-                part._mxfp8_padding = True
-
-
 class BatchedGradients(BatchedChecks):
     """Also copies many gradients at once into the bucket, and from there to the sums of partitions.
 
@@ -240,7 +79,7 @@ class BatchedGradients(BatchedChecks):
     it accumulates in float32. In other dtypes it keeps one for each parameter, and joins them in the step.
     """
 
-    mxfp8_batching: _Batching
+    mxfp8_batching: Batching
 
     def reduce_independent_p_g_buckets_and_remove_grads(self, param: torch.nn.Parameter, i: int) -> None:
         """Appends the gradient of a parameter of group i to the bucket, which is averaged first if it is full."""
@@ -289,7 +128,7 @@ class BatchedGradients(BatchedChecks):
         bucket = batching.bucket
         with torch.no_grad(), get_accelerator().stream(batching.stream):
             room = bucket.buffer[bucket.index].narrow(0, bucket.elements - batching.elements, batching.elements)
-            torch._foreach_copy_(_split(room, bucket.grads), bucket.grads)
+            torch._foreach_copy_(split(room, bucket.grads), bucket.grads)
         if batching.stream is not None:
             bucket.copy_streams.add(batching.stream)
         self._let_go()
@@ -360,13 +199,13 @@ class BatchedGradients(BatchedChecks):
                 "backward pass, and was averaged after the first time. ZeRO does not support this")
             self.params_already_reduced[param_id] = True
 
-    def _place(self, i: int, index: int, param_id: int) -> _Place:
+    def _place(self, i: int, index: int, param_id: int) -> Place:
         place = self.mxfp8_batching.places.get(param_id)
         if place is None:
             place = self.mxfp8_batching.places[param_id] = self._find_place(i, index, param_id)
         return place
 
-    def _find_place(self, i: int, index: int, param_id: int) -> _Place:
+    def _find_place(self, i: int, index: int, param_id: int) -> Place:
         param = self.bit16_groups[i][index]
         is_expert = is_moe_param(param)
         process_group = self.expert_dp_process_group[param.group_name] if is_expert else self.dp_process_group
@@ -379,7 +218,7 @@ class BatchedGradients(BatchedChecks):
             if rank == mine:
                 own = start, int(self.grad_partition_insertion_offset[i][rank][param_id]), elements
         alone = dist.get_world_size(group=process_group) == 1 and self.gradient_accumulation_dtype == self.dtype
-        return _Place(process_group, pieces, own, alone)
+        return Place(process_group, pieces, own, alone)
 
     def _wait_for_gradients(self) -> Any:
         """The stream for averages, which waits for the copies into the bucket. None: the device has no streams."""
@@ -394,7 +233,7 @@ class BatchedGradients(BatchedChecks):
                 current.wait_stream(stream)
         return stream
 
-    def _average(self, gradients: torch.Tensor, places: list[_Place]) -> None:
+    def _average(self, gradients: torch.Tensor, places: list[Place]) -> None:
         """Averages over ranks, in place. Only the rank whose partition holds a piece gets its average."""
         if (divisor := self.mxfp8_batching.divisor) != 1:
             gradients.div_(divisor)
@@ -414,7 +253,7 @@ class BatchedGradients(BatchedChecks):
                 self.allreduce_no_retain([part for _, part in parts], self.communication_data_type, rank=rank,
                                          **arguments)
 
-    def _add_to_sums(self, gradients: torch.Tensor, places: list[_Place]) -> None:
+    def _add_to_sums(self, gradients: torch.Tensor, places: list[Place]) -> None:
         """Adds averaged gradients to the sums of the partitions that they are in, or begins the sums with them."""
         # Group -> [start in gradients, start in the sum, elements]. Pieces that touch in both are one run.
         runs: dict[int, list] = {}
@@ -468,7 +307,7 @@ class BatchedGradients(BatchedChecks):
             return parts
         flat = torch.zeros(int(self.partition_size[i]), dtype=self.gradient_accumulation_dtype,
                            device=get_accelerator().current_device_name())
-        return _Parts(flat, batching.likes[i], batching.specs[i])
+        return Parts(flat, batching.likes[i], batching.specs[i])
 
     def independent_gradient_partition_epilogue(self) -> None:
         """Ends a backward pass."""
