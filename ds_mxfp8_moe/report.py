@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ds_mxfp8_report [config [model]]`: what ds_mxfp8_moe would use on this machine, and why.
+"""`ds_mxfp8_report [config]`: what ds_mxfp8_moe would use on this machine, and why.
 
-The config is DeepSpeed's JSON, or a file of a client that names it. The report says what will happen with it, and what
-would make training with it and the model faster. It only reads, and never starts torch.distributed.
+The config is DeepSpeed's JSON, or a file of a client that names it. The report says what will happen with it. It only
+reads, and never starts torch.distributed.
 `python -m ds_mxfp8_moe.report` is the same. The form is DeepSpeed's ds_report: names, dots, values.
 
 `ds_mxfp8_report --metrics FOLDER` says from a run's metrics how full the fullest rank was, and how full it would be
@@ -41,7 +41,7 @@ from .config import (
     shown,
 )
 from .engine import skew
-from .engine.advice import about_enabled, about_expert_parallel, about_keys, about_speed
+from .engine.advice import about_enabled, about_expert_parallel, about_keys
 from .engine.self_check import line_about, remembered, worst
 from .ops.device import has_kernels
 from .ops.op_builder import ReplayBuilder
@@ -64,7 +64,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the report. Returns the exit status: 1 if the given config has an error or cannot run here, else 0."""
     parser = argparse.ArgumentParser(prog="ds_mxfp8_report", description="What ds_mxfp8_moe would use here, and why.")
     parser.add_argument("config", nargs="?", help="a DeepSpeed config, or the YAML or JSON of a client that names one")
-    parser.add_argument("model", nargs="?", help="a Hugging Face model's folder or name, to see what would be faster")
     parser.add_argument("--metrics", type=Path, metavar="FOLDER", help='say instead what a run\'s "metrics" say of '
                         "uneven routing. FOLDER: output_path and job_name of DeepSpeed's CSV monitor")
     parser.add_argument("--plot", metavar="FILE", help="with --metrics: the picture of the ranks' loads to write")
@@ -89,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _line("section without enable()", f"[NO] {off}" if off else "[OKAY] armed; DS_MXFP8_MOE_AUTO=0 is off")
     _line("check of the kernels", kernels_check())
 
-    problem = print_section(args.config, args.model, statuses)
+    problem = print_section(args.config, statuses)
     if problem:
         print("\n".join(f"[FAIL] {line}" for line in problem.splitlines()))
 
@@ -116,12 +115,11 @@ def print_skew(folder: Path, picture: str | None) -> int:
     return 0
 
 
-def print_section(path: str | None, model: str | None, statuses: Sequence[TransportStatus]) -> str | None:
+def print_section(path: str | None, statuses: Sequence[TransportStatus]) -> str | None:
     """Prints what the section of a config file means here, and what training with it would warn of.
 
     Args:
         path: a DeepSpeed config, or a client's file that names one. None: a section {"enabled": true}.
-        model: a Hugging Face model's folder or name, or None.
         statuses: as `transports` returns them.
 
     Returns:
@@ -145,13 +143,6 @@ def print_section(path: str | None, model: str | None, statuses: Sequence[Transp
     if path:
         for line in advice(given, config):
             print(f"[WARN] {line}")
-        net = None
-        try:
-            net = model_like(model)
-        except Exception as error:  # whatever transformers raises for a config.json
-            problem = problem or printable(f"the model {model}: {type(error).__name__}: {error}")
-        for line in about_speed(given, config, net):
-            print(f"[HINT] faster, unless your script does it: {line}")
     return problem
 
 
@@ -294,15 +285,6 @@ def advice(ds_config: dict, config: MXFP8MoEConfig) -> list[str]:
         return about_enabled(config)
     ranks = max(2, get_accelerator().device_count())  # how many will train is not known here
     return about_expert_parallel(ds_config, ranks) + about_keys(config, ())
-
-
-def model_like(model: str | None) -> torch.nn.Module | None:
-    """A model without weights, as transformers makes it by default."""
-    if model is None:
-        return None
-    from transformers import AutoConfig, AutoModelForCausalLM
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
 
 
 def _origin(config: MXFP8MoEConfig, key: str) -> str:

@@ -23,7 +23,7 @@ from ..ops.log import log_on_rank_0
 from ..ops.op_builder import replay
 from ..transport.agreement import compare_starts
 from ..transport.deadline import answers_of_all
-from .advice import about_enabled, about_expert_parallel, about_keys, about_router_keys, about_speed
+from .advice import about_enabled, about_expert_parallel, about_keys, about_router_keys
 from .convert import ConversionReport, LayerReport, convert_layers
 from .flash_adamw import about_masters
 from .hooks import engine_of, engines_alive, hook_engine, model_of, remember_engine
@@ -61,9 +61,6 @@ def attach(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> ConversionReport:
         _print_advice(about_keys(config, converted_layers(engine.module)))
         for line in about_masters(engine.optimizer):
             log_on_rank_0(f"mxfp8_moe: {line}")
-        on_gpu = has_kernels(torch.device(get_accelerator().current_device_name()))
-        if on_gpu and not say_if_missing("advice on speed"):
-            hint_at_speed(engine, config)
         for layer in converted_layers(engine.module):  # collective over the layers' groups
             if layer.ep_size > 1:
                 layer.mxfp8_settings.choose_transport(layer.ep_group)
@@ -133,12 +130,6 @@ def _section(config) -> MXFP8MoEConfig:
 def _print_advice(lines: list[str]) -> None:
     for line in lines:
         log_on_rank_0(f"mxfp8_moe: WARNING: {line}")
-
-
-def hint_at_speed(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
-    """Prints what would make the rest of a step faster."""
-    for line in about_speed(engine._config._param_dict, config, engine.module, engine.basic_optimizer):
-        log_on_rank_0(f"mxfp8_moe: faster: {line}")
 
 
 def _about_frozen(held: list[FrozenWeights]) -> str:

@@ -19,8 +19,6 @@ from deepspeed.utils import logger
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe import ConfigError
-from ds_mxfp8_moe.config import parse
-from ds_mxfp8_moe.engine.attach import hint_at_speed
 from ds_mxfp8_moe.engine.self_check import Verdict
 from ds_mxfp8_moe.engine.start import NO_ENGINE
 from ds_mxfp8_moe.transport.releases import own_code
@@ -71,24 +69,6 @@ def test_a_size_left_out_and_where_the_experts_lie_are_said(ranks2):
     assert "autoep_size=1 means" not in said  # DeepSpeed's words for it
     said, _ = ranks2.run(advised, {"autoep_size": 2})
     assert said.count("converted: 8 experts, 4 on each of 2 ranks, recipe") == 1 and said.count("WARNING") == 1
-
-
-def hinted():
-    """Lines at the start on a GPU, and those of an engine with nothing to say."""
-    unfused = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
-    config, out = ds_config(MXFP8, **unfused), io.StringIO()
-    engine = ds_mxfp8_moe.initialize(model=model(use_cache=False), config=config)[0]
-    config["optimizer"]["params"]["fused"] = True
-    other = ds_mxfp8_moe.initialize(model=model(use_cache=False), config=config)[0]
-    with redirect_stdout(out):
-        for one in (engine, other):
-            hint_at_speed(one, parse(config))
-    return out.getvalue()
-
-
-def test_what_would_be_faster_is_said(ranks2):
-    said, other = ranks2.run(hinted)
-    assert said.startswith("mxfp8_moe: faster: AdamW is not fused") and said.count("\n") == 1 and not other
 
 
 @pytest.mark.slow

@@ -12,10 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import pytest
-
-import ds_mxfp8_moe
 
 README = Path(__file__).parents[2] / "README.md"
 MODULES = ["ds_mxfp8_moe", *(f"ds_mxfp8_moe.{name}" for name in ("all_to_all", "ep", "parallel_style",
@@ -50,19 +47,6 @@ def test_docstrings_name_every_argument():
         text = inspect.getdoc(value)
         if len(parameters(value)) > 2 and "Args:" in text:
             assert not [one for one in parameters(value) if not re.search(rf"\b{one}\b", text)], name
-
-
-@pytest.mark.parametrize("old, new", [("PeerFailure", ds_mxfp8_moe.PeerError), ("MoE", deepspeed.moe.layer.MoE),
-                                      ("padded_routes", ds_mxfp8_moe.pad_routes)])
-def test_old_names_are_deprecated(old, new):
-    assert old not in ds_mxfp8_moe.__all__
-    with pytest.warns(FutureWarning, match=f"^ds_mxfp8_moe.{old} is deprecated: use .*{new.__name__}$"):
-        assert getattr(ds_mxfp8_moe, old) is new
-
-
-def test_other_names_are_an_attribute_error():
-    with pytest.raises(AttributeError, match="module 'ds_mxfp8_moe' has no attribute 'no_such_name'"):
-        _ = ds_mxfp8_moe.no_such_name
 
 
 def test_torchaos_name_has_a_public_alias():

@@ -15,7 +15,6 @@ import torch
 from ds_mxfp8_moe import report
 from ds_mxfp8_moe.config import DEBUG_KEYS, MXFP8MoEConfig
 from ds_mxfp8_moe.ops.op_builder import NVLinkBuilder
-from tests.support.autoep_models import model
 from tests.support.config_cases import ALL_KEYS, OF_TWO_HOPS
 
 WITHOUT_TRANSPORT = {key: value for key, value in ALL_KEYS.items() if key != "transport"}  # nvlink, which needs GPUs
@@ -125,7 +124,6 @@ SPREAD = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
     ({"mxfp8_moe": {"recipe": "mxfp8"}}, '[WARN] the section lacks "enabled": true'),
     ({"mxfp8_moe_config": {"enabled": True}}, '[WARN] there is no section "mxfp8_moe" in it'),
     ({"train_batch_size": 8}, 'enabled .................. false (default: plain DeepSpeed; write "enabled": true to'),
-    (ENABLED | {"wall_clock_breakdown": True}, "[HINT] faster, unless your script does it: "),
     (ENABLED | SPREAD, "MoE layers are converted, in any program that gives it to DeepSpeed"),
     (ENABLED, 'models of transformers need "expert_parallel": {"enabled": true, "autoep_size": N}'),
     (SPREAD | {"mxfp8_moe": {"enabled": False}}, "... plain DeepSpeed"),
@@ -163,12 +161,6 @@ def test_a_clients_file_leads_to_its_deepspeed_config(tmp_path, reported, name, 
     ("- a", "[FAIL] {path} holds a list"), ("a: [", "[FAIL] {path} cannot be read: ")])
 def test_a_clients_file_that_leads_nowhere(tmp_path, reported, text, line):
     assert line.format(path=tmp_path / "sft.yaml") in reported(text, name="sft.yaml", status=1)
-
-
-def test_what_a_model_lacks_that_would_be_faster(tmp_path, reported):
-    model("gpt_oss").config.save_pretrained(tmp_path / "model")
-    assert '[HINT] faster, unless your script does it: attention is "eager"' in reported(ENABLED, tmp_path / "model")
-    assert "[FAIL] the model" in reported(ENABLED, tmp_path / "absent", status=1)
 
 
 @pytest.mark.parametrize("section, lines", [
