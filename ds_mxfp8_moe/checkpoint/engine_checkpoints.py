@@ -67,8 +67,7 @@ class Checkpoints:
         self.loading: _Loading | None = None  # the load_checkpoint that runs now
         hide_mxfp8(engine)
         if type(engine.checkpoint_engine) is TorchCheckpointEngine:
-            engine.checkpoint_engine = _Files(engine._config)
-            engine.checkpoint_engine.optimizer = engine.optimizer
+            engine.checkpoint_engine = _Files(engine.checkpoint_engine, engine.optimizer)
         elif engine.checkpoint_engine is not None and not isinstance(engine.checkpoint_engine, _Files):
             log_on_rank_0(f"mxfp8_moe: WARNING: DeepSpeed's {type(engine.checkpoint_engine).__name__} writes "
                             "checkpoints as DeepSpeed does: in place, and without the manifest by which damaged files "
@@ -123,8 +122,11 @@ class _Files(TorchCheckpointEngine):
         written: takes note of what is written. None: no checkpoint is being saved.
     """
 
-    optimizer: Any = None
     written: "_Written | None" = None
+
+    def __init__(self, plain: TorchCheckpointEngine, optimizer: Any):
+        self.__dict__.update(vars(plain))
+        self.optimizer = optimizer
 
     def load(self, path: str, *args, **kwargs) -> Any:
         return fitted(name_broken_file(super().load, path, *args, **kwargs), self.optimizer)

@@ -181,9 +181,9 @@ def given_engine(given: Any) -> DeepSpeedEngine:
         RuntimeError: AutoTP has split the model.
     """
     engine = given
-    if not isinstance(given, torch.nn.Module) and hasattr(given, "deepspeed"):  # a Trainer
-        engine = given.deepspeed
-        if engine is None:
+    if not isinstance(given, torch.nn.Module) and hasattr(given, "model_wrapped"):  # a Trainer
+        engine = given.model_wrapped
+        if not isinstance(engine, DeepSpeedEngine):
             raise TypeError(f"the {type(given).__name__} has no DeepSpeed engine yet: call its train() first, or let "
                             "the model save itself by model.save_pretrained")
     if not isinstance(engine, DeepSpeedEngine):

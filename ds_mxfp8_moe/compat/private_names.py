@@ -64,7 +64,6 @@ FEATURES = {
     "saving by Trainer and Accelerate": "what they save holds one rank's experts: use ds_mxfp8_moe.save_pretrained",
     "exporting": "ds_mxfp8_moe.export_weights, and save_pretrained with weights=\"fp8\", do not work",
     "loading": "checkpoints load as DeepSpeed loads them",
-    "advice on speed": "start-up does not say what would make a step faster",
     "router replay": "routes are neither recorded nor replayed",
     "recordings": "the host launches each kernel from Python, which is slower",
     "nvlink": "tokens travel by NCCL",
@@ -92,18 +91,15 @@ NAMES = tuple(Row(*row) for row in (
     ("import", "torch:Tensor", "_make_wrapper_subclass"),
     ("import", "torch._ops:OpOverload", "._schema"),
     ("import", "torch:ops.aten", "_unsafe_view"),
-    ("import", "torch:ops.mkldnn", "_is_mkldnn_bf16_supported"),
-    ("import", "torch.distributed:ProcessGroupGloo", "_set_default_timeout"),
     ("import", "torch.distributed:ProcessGroupGloo._Options", "_timeout"),
     ("import", "torch.distributed:ProcessGroup", "_get_backend"),
-    ("import", "torch.distributed.distributed_c10d", "_get_default_store _resolve_process_group"),
+    ("import", "torch.distributed.distributed_c10d", "_resolve_process_group"),
     ("import", "torch.utils._pytree", "tree_map(func, tree, ...)"),
     ("import", "torch.utils.checkpoint", "_StopRecomputationError"),
 
     ("classic layers", "deepspeed.moe.layer:MoE", ".deepspeed_moe .enable_expert_tensor_parallelism"),
     ("classic layers", "deepspeed.moe.sharded_moe:MOELayer",
-     "forward(self, input, kwargs) .ep_group .ep_size .exp_counts .experts .gate .l_aux .num_local_experts "
-     ".use_tutel"),
+     "forward(self, input, kwargs) .ep_group .ep_size .exp_counts .experts .gate .l_aux .num_local_experts"),
     ("classic layers", "deepspeed.moe.sharded_moe:TopKGate",
      "forward(self, input, used_token, ...) .drop_tokens .k .min_capacity .wg"),
     ("classic layers", "deepspeed.moe.experts:Experts", ".deepspeed_experts"),
@@ -124,13 +120,12 @@ NAMES = tuple(Row(*row) for row in (
      "AFFINE_MAP AUTOEP_EXPERT_PLACEMENT AUTOEP_PARAM_EP_RANK AUTOEP_PARAM_LOCAL_EXPERTS AUTOEP_PARAM_LOGICAL_SHAPE "
      "DS_AUTOEP_UC_META"),
     ("stacked experts", "deepspeed.utils.groups",
-     "_get_expert_broadcast_src_rank _get_expert_data_parallel_group _get_expert_parallel_group"),
+     "_get_expert_data_parallel_group _get_expert_parallel_group"),
     ("stacked experts", "transformers.models.mixtral.modeling_mixtral:MixtralExperts", "_apply_gate"),
 
     ("LoRA on experts", "peft.tuners.lora.layer:ParamWrapper",
      "get_param ._did_swap_in_out_features .num_experts .parameter_name"),
     ("LoRA on experts", "peft.tuners.lora.layer:LoraLayer", ".base_layer .lora_A .lora_B .scaling"),
-    ("LoRA on experts", "peft.utils.other", "AuxiliaryTrainingWrapper"),
 
     ("FP8 experts", "transformers.integrations.finegrained_fp8:FP8Experts",
      ".down_proj_scale_inv .gate_up_proj_scale_inv"),
@@ -138,7 +133,7 @@ NAMES = tuple(Row(*row) for row in (
     ("FP8 experts", "transformers.integrations.mxfp4:Mxfp4GptOssExperts",
      ".down_proj_bias .down_proj_precision_config .gate_up_proj_precision_config .hidden_size .intermediate_size "
      ".num_experts"),
-    ("FP8 experts", "torch.nn:Module", "_apply(self, fn, recurse) ._parameters _save_to_state_dict"),
+    ("FP8 experts", "torch.nn:Module", "_apply(self, fn, recurse) ._parameters"),
     ("FP8 experts", _ENGINE, "_cast_module_mixed_precision"),
     ("from_pretrained", "transformers.modeling_utils:PreTrainedModel",
      "_load_pretrained_model(model, state_dict, checkpoint_files, load_config, ...) ._is_hf_initialized"),
@@ -185,10 +180,7 @@ NAMES = tuple(Row(*row) for row in (
      "_zero3_consolidated_16bit_state_dict autotp_size"),
     ("saving", "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3", "checkpoint_event_epilogue(self)"),
     ("saving", "transformers.core_model_loading", "._weight_conversions"),
-    ("saving by Trainer and Accelerate", "transformers.modeling_utils:PreTrainedModel",
-     "_hf_peft_config_loaded"),
     ("saving by Trainer and Accelerate", "transformers.core_model_loading", "revert_weight_conversion"),
-    ("saving by Trainer and Accelerate", "transformers.trainer:Trainer", ".deepspeed"),
 
     ("exporting", "transformers.core_model_loading", "revert_weight_conversion(model, state_dict)"),
     ("exporting", "peft.tuners.lora.layer:LoraLayer",
@@ -200,12 +192,9 @@ NAMES = tuple(Row(*row) for row in (
      "use_node_local_storage zero_nvme_offload_optimizer zero_optimization_stage .checkpoint_engine .has_moe_layers "
      ".local_rank .param_names .seq_dp_world_size"),
     ("loading", "deepspeed.runtime.checkpoint_engine:TorchCheckpointEngine",
-     "__init__(self, config_params) load(self, path, ...) makedirs(self, path, exist_ok) "
+     "load(self, path, ...) makedirs(self, path, exist_ok) "
      "save(self, state_dict, path)"),
 
-    ("advice on speed", _ENGINE, ".basic_optimizer"),
-    ("advice on speed", "transformers.configuration_utils:PreTrainedConfig", "_attn_implementation"),
-    ("advice on speed", "transformers.modeling_utils:PreTrainedModel", "_supports_flex_attn _supports_sdpa"),
     ("router replay", "torch._C", "_current_autograd_node"),
     ("router replay", "torch.autograd.graph:Node", "_sequence_nr"),
 
@@ -224,7 +213,7 @@ NAMES = tuple(Row(*row) for row in (
     ("recordings", "triton.knobs:runtime", "launch_enter_hook launch_exit_hook"),
     ("nvlink", "torch._C", "_cuda_getCurrentRawStream"),
     ("nvlink", "torch.distributed._symmetric_memory", "_SymmetricMemory rendezvous(tensor, group)"),
-    ("nvlink", "torch.distributed.distributed_c10d", "_get_default_store _register_process_group"),
+    ("nvlink", "torch.distributed.distributed_c10d", "_register_process_group"),
 ))
 
 

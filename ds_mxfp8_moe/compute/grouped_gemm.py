@@ -46,8 +46,8 @@ def emulated(device: torch.device, dtype: torch.dtype) -> bool:
     """
     if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return False
-    mkldnn = torch.backends.mkldnn.is_available()
-    return dtype == torch.float16 or not mkldnn or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return (dtype == torch.float16 or not torch.backends.mkldnn.is_available()
+            or torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX", "AVX2"))
 
 
 def grouped_mm(a_PK: torch.Tensor, b_ENK: torch.Tensor, ends_E: torch.Tensor, out_dtype: torch.dtype | None = None,

@@ -36,7 +36,7 @@ from ..layers.experts import expert_blocks, let_zero3_reduce, spread
 from ..layers.held_experts import HeldExperts
 from ..ops.log import log_on_rank_0
 from ..recognition.stacked import DOWN, SPREAD_NAMES, Layout, is_stacked, shape_of
-from ..transport.deadline import failure_in_world
+from ..transport.deadline import failure_in_world, ranks_of
 from .convert import alike, shared_parameters
 
 
@@ -222,7 +222,7 @@ class _Spreading:
             group = groups._get_expert_data_parallel_group(block.ep_group_name)
             if block.experts in self.frozen and dist.get_world_size(group=group) > 1:
                 for buffer in block.experts.frozen.buffers():
-                    dist.broadcast(buffer, groups._get_expert_broadcast_src_rank(block.ep_group_name), group=group)
+                    dist.broadcast(buffer, ranks_of(group)[0], group=group)
 
 
 def _one_by_one(layout: Layout, whole: list[nn.Parameter], count: int, rank: int,

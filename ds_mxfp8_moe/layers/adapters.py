@@ -45,7 +45,10 @@ def is_peft(model: nn.Module | None) -> bool:
 
 def saves_adapters(model: nn.Module) -> bool:
     """Whether the model's own save_pretrained writes adapters: of PeftModels, and after transformers' add_adapter."""
-    return is_peft(model) or getattr(model, "_hf_peft_config_loaded", False)
+    try:
+        return is_peft(model) or bool(getattr(model, "active_adapters", list)())
+    except (ImportError, ValueError):  # PEFT is not there, or was not used
+        return False
 
 
 def has_adapters(model: nn.Module | None) -> bool:
@@ -121,7 +124,7 @@ def check_adapters(model: nn.Module) -> None:
     is a release that this package does not know."""
     if "peft" not in sys.modules:
         return
-    from peft.utils.other import AuxiliaryTrainingWrapper  # modules_to_save
+    from peft.utils import AuxiliaryTrainingWrapper  # modules_to_save
 
     for name, module in model.named_modules():
         if isinstance(module, AuxiliaryTrainingWrapper) and any(map(is_stacked, module.modules())):

@@ -69,6 +69,7 @@ class HeldExperts(nn.Module):
         self.weights_of = convert and partial(convert, source)
         self.original = (source, ) if convert else ()
         self._place(torch.full((), float("nan"), dtype=dtype, device=device))
+        self._left_out = self.register_state_dict_post_hook(_leave_out_stacks)
 
     def take(self, name: str, first: int, count: int, dtype: torch.dtype, device: torch.device,
              wanted: str | None = None) -> FrozenWeights:
@@ -94,7 +95,8 @@ class HeldExperts(nn.Module):
     def leave(self) -> type:
         """Lets go of where the weights were, for whoever gives this module the class that is returned."""
         kind = self.kind
-        for name in ("layout", "kind", "weights_of", "original", "_shapes"):
+        self._left_out.remove()
+        for name in ("layout", "kind", "weights_of", "original", "_shapes", "_left_out"):
             delattr(self, name)
         return kind
 
@@ -109,11 +111,6 @@ class HeldExperts(nn.Module):
         super()._apply(fn, recurse)
         self._place(fn(stacks[0][0, 0, 0].detach()), [p.requires_grad for p in stacks])
         return self
-
-    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name in self.layout.names:
-            del destination[prefix + name]
 
     def forward(self, *args, **kwargs) -> torch.Tensor:
         """Raises RuntimeError: an engine computes these experts."""
@@ -211,6 +208,11 @@ def quantized_experts(model: Any) -> Iterator[None]:
             if isinstance(child, HeldExperts) and child.original:
                 setattr(parent, name, *child.original)
     say_rounding(rounding)
+
+
+def _leave_out_stacks(module: HeldExperts, state: dict, prefix: str, _: Any) -> None:
+    for name in module.layout.names:
+        del state[prefix + name]
 
 
 def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:

@@ -26,8 +26,7 @@ import deepspeed.comm as dist
 import torch
 import torch.utils.checkpoint
 from deepspeed.accelerator import get_accelerator
-from torch.distributed import ProcessGroup
-from torch.distributed import distributed_c10d as c10d
+from torch.distributed import ProcessGroup, Store
 
 from ..ops.log import log
 
@@ -92,7 +91,7 @@ def set_deadline(group: ProcessGroup, device: torch.device) -> float:
         return float("inf")  # other backends keep their own rules
     timeout = min(own.options._timeout, default.options._timeout)
     if timeout < own.options._timeout:
-        getattr(own, "wrapped_pg", own)._set_default_timeout(timeout)  # wrapped where TORCH_DISTRIBUTED_DEBUG=DETAIL
+        getattr(own, "wrapped_pg", own).set_timeout(timeout)  # wrapped where TORCH_DISTRIBUTED_DEBUG=DETAIL
     return timeout / timedelta(seconds=1)
 
 
@@ -366,13 +365,18 @@ def _raised_by(store: Any, rank: int) -> str | None:
     return f"{time.time() - float(when):.1f} s ago it raised {text}"
 
 
+def default_store() -> Store:
+    """The store of the default process group."""
+    return torch.distributed.group.WORLD.get_group_store()
+
+
 def _ask(question: Callable) -> Any:
     """What `question(store)` returns. None if the store is gone or does not answer."""
     answers = []
 
     def ask():
         try:
-            answers.append(question(c10d._get_default_store()))
+            answers.append(question(default_store()))
         except RuntimeError:  # torch's DistStoreError and DistNetworkError
             pass
 

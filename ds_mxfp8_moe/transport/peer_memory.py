@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from ..ops.device import multiprocessors
-from .deadline import SAME_CALLS, answers_of_all, failure_of_any, ranks_of
+from .deadline import SAME_CALLS, answers_of_all, default_store, failure_of_any, ranks_of
 from .kernel_reports import KernelReports
 
 FIRST_BYTES = 8 << 20  # size of a half at first: enough for the counts, and for the places of a first batch
@@ -57,7 +57,7 @@ class Symmetric:
         else:
             # torch looks a group's ranks and store up by its name. Depending on the release it finds them in what
             # set_group_info tells, or in a process group. One that cannot communicate is enough.
-            me, store = ranks.index(torch.distributed.get_rank()), c10d.PrefixStore(name, c10d._get_default_store())
+            me, store = ranks.index(torch.distributed.get_rank()), c10d.PrefixStore(name, default_store())
             symmetric_memory._SymmetricMemory.set_group_info(name, me, len(ranks), store)
             staging.hop = torch.distributed.ProcessGroup(store, me, len(ranks))
             c10d._register_process_group(name, staging.hop)  # it only keeps a weak reference

@@ -14,7 +14,6 @@ import deepspeed.comm as dist
 import pytest
 import torch
 from deepspeed.moe.layer import MoE
-from torch.distributed import distributed_c10d as c10d
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe.config import MXFP8MoEConfig
@@ -83,14 +82,14 @@ def some_routes() -> torch.Tensor:
 
 
 def touches_the_store(group) -> int:
-    touched, original = [], c10d._get_default_store
-    c10d._get_default_store = lambda: touched.append(1) or original()
+    touched, original = [], deadline.default_store
+    deadline.default_store = lambda: touched.append(1) or original()
     try:
         exchange = Collective(group)
         plan = exchange.plan(some_routes(), 2)
         exchange.combine(plan, exchange.dispatch(plan, torch.ones(6, 32), MX)[0].dequantize(), MX, torch.float32)
     finally:
-        c10d._get_default_store = original
+        deadline.default_store = original
     return len(touched)
 
 
@@ -212,7 +211,7 @@ class Group:
 def test_what_was_read_survives_the_store(monkeypatch, ended_before):
     store = StoreOfRank0()
     store.gone = ended_before
-    monkeypatch.setattr(c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(deadline, "default_store", lambda: store)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     monkeypatch.setattr(deadline, "ranks_of", lambda group: [0, 1, 2])
     failure = peer_failure(Group(), "'counts' of moe", time.monotonic() - 6, 6)
@@ -258,7 +257,7 @@ def test_ranks_in_different_calls_are_told_so_with_their_nodes(ranks3):
 
 
 def die(rank):
-    c10d._get_default_store().delete_key(_raised_key(dist.get_rank()))  # of cases before
+    deadline.default_store().delete_key(_raised_key(dist.get_rank()))  # of cases before
     exchange = Collective(group_with_deadline(), "moe")
     exchange.plan(some_routes(), 2)
     if dist.get_rank() == rank:

@@ -10,7 +10,6 @@ from unittest import mock
 import deepspeed.comm as dist
 import pytest
 import torch
-from torch.distributed import distributed_c10d as c10d
 
 from ds_mxfp8_moe.transport import RowFormat, deadline
 from ds_mxfp8_moe.transport.deadline import PeerError
@@ -60,7 +59,7 @@ def leave(rank: int, at: str, dies: bool) -> tuple | None:
     """What this rank raises when `rank` goes away: the ranks it names, its text, and after how long."""
     set_timeout(DEADLINE)
     # What a test before this one raised inside a layer, which the others would quote.
-    c10d._get_default_store().delete_key(deadline._raised_key(dist.get_rank()))
+    deadline.default_store().delete_key(deadline._raised_key(dist.get_rank()))
     hops = leaving_hops(dist.new_group([0, 1, 2, 3]), Leaving)
     if dist.get_rank() == rank:
         for wire in (hops.between, hops.inside):

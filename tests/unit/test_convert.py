@@ -162,7 +162,6 @@ def with_adapters(moe):
     (lambda moe: moe.deepspeed_moe.experts.register_forward_hook(lambda *_: None),
      "Experts has a forward hook, which this path would ignore"),
     (lambda moe: setattr(moe.deepspeed_moe, "forward", print), "replaced on the instance"),
-    (lambda moe: setattr(moe.deepspeed_moe, "use_tutel", True), "it uses Tutel"),  # as where Tutel is installed
     (with_adapters, "0.lora_A.default.weight")])
 def test_layers_that_this_path_would_change_fall_back(change, said):
     model = Model(Block())

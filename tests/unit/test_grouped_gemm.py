@@ -121,7 +121,7 @@ def test_gradients_go_to_sums(begun):
 
 @pytest.mark.parametrize("has_bf16", (True, False))
 def test_float16_and_on_some_cpus_bfloat16_are_emulated(monkeypatch, has_bf16):
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bf16)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512" if has_bf16 else "AVX2")
     assert [emulated(torch.device("cpu"), dtype) for dtype in DTYPES] == [not has_bf16, True, False]
     assert not any(emulated(torch.device("cuda"), dtype) for dtype in DTYPES)
 
@@ -137,7 +137,7 @@ def test_what_would_be_emulated_is_multiplied_in_float32_and_rounded_once(monkey
         multiplied.append((a.dtype, b.dtype))
         return plain(a, b, offs=offs)
 
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", spy)
     for out, want in zip((grouped_mm(a, b, ENDS), grouped_mm_wgrad(g, a, ENDS)), expected, strict=True):
         assert out.dtype == dtype and torch.equal(out, want)
