@@ -35,7 +35,6 @@ from .config import (
     MXFP8MoEConfig,
     current_device,
     parse,
-    printable,
     read_ds_config,
     resolve,
     shown,
@@ -133,7 +132,7 @@ def print_section(path: str | None, statuses: Sequence[TransportStatus]) -> str 
     except ConfigError as error:
         return str(error)
     finally:
-        _heading(printable(f'section "{SECTION}" of {where}') if path else 'a section {"enabled": true} would mean')
+        _heading(f'section "{SECTION}" of {where}' if path else 'a section {"enabled": true} would mean')
     if path:
         _line("what will happen", what_will_happen(given, config))
     for name, text in section_lines(config, statuses):
