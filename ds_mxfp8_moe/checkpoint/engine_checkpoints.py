@@ -147,7 +147,7 @@ def _owner(engine: DeepSpeedEngine) -> int:
 
     Launchers number the ranks of a node in a row.
     """
-    return engine.global_rank - engine.local_rank if engine.use_node_local_storage() else 0
+    return engine.global_rank - int(os.environ["LOCAL_RANK"]) if engine.use_node_local_storage() else 0
 
 
 # ---------------------------------------------------------------- saving

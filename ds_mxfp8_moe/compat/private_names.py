@@ -109,7 +109,7 @@ NAMES = tuple(Row(*row) for row in (
 
     ("stacked experts", _ENGINE,
      "_configure_expert_parallel(self, model, ...) autotp_size get_data_types zero_optimization_stage "
-     ".dont_change_device .local_rank"),
+     ".dont_change_device"),
     ("stacked experts", "deepspeed.module_inject.auto_ep:AutoEP",
      "__init__(self, model, config) ep_parser(self) "
      "replace_moe_layers(self, specs, ep_size, ep_rank, collect_sources, on_moe_layer_replaced)"),
@@ -190,7 +190,7 @@ NAMES = tuple(Row(*row) for row in (
     ("loading", _ENGINE,
      "load_module_state_dict(self, checkpoint, ...) _copy_recovery_script(self, save_path) load_universal_checkpoint "
      "use_node_local_storage zero_nvme_offload_optimizer zero_optimization_stage .checkpoint_engine .has_moe_layers "
-     ".local_rank .param_names .seq_dp_world_size"),
+     ".param_names .seq_dp_world_size"),
     ("loading", "deepspeed.runtime.checkpoint_engine:TorchCheckpointEngine",
      "load(self, path, ...) makedirs(self, path, exist_ok) "
      "save(self, state_dict, path)"),

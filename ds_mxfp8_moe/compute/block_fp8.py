@@ -103,23 +103,17 @@ def from_block_fp8(name: str, weight: torch.Tensor, factors: torch.Tensor, round
     return convert(weight, factors) if weight.dim() == 2 else _for_each(convert, weight.shape, dtype, weight, factors)
 
 
-def to_block_fp8(tiles: MXTensor, factor_dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+def to_block_fp8(tiles: MXTensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Tiles of MXFP8 as block FP8, byte for byte.
 
     Args:
         tiles: [N, K] or [E, N, K], with `tiled`. `quantize_again` makes them from other MXTensors.
-        factor_dtype: float32 or float8_e8m0fnu.
 
     Returns:
-        The weight, float8_e4m3fn, and its `weight_scale_inv`.
+        The weight, float8_e4m3fn, and its `weight_scale_inv`, float32.
     """
     if not tiles.tiled:
         raise ValueError(f"block FP8 has one scale for {TILE}x{TILE} values; given were blocks of {tiles.block_size}")
-    if factor_dtype == torch.float8_e8m0fnu:
-        return tiles.qdata, tiles.scale
-    if factor_dtype != torch.float32:
-        raise TypeError(f"scales of {factor_dtype} were asked for; supported are torch.float32 and "
-                        "torch.float8_e8m0fnu")
     return tiles.qdata, tiles.scale.float()
 
 
@@ -182,14 +176,13 @@ def above(parts: Sequence[MXTensor], rounding: Rounding | None = None) -> MXTens
     return first.with_parts(qdata, torch.cat([part.scale_bytes for part in parts], dim=-2))
 
 
-def rows_of(tiles: MXTensor, start: int, stop: int, rounding: Rounding | None = None) -> MXTensor:
+def rows_of(tiles: MXTensor, start: int, stop: int) -> MXTensor:
     """Rows `start` to `stop` of a tiled matrix [..., N, K]: gate or up. Bytes stay if `start` is a multiple of 128.
     Else the rows are quantized again, in tiles that begin at `start`."""
     if start % TILE == 0:
         return tiles.with_parts(tiles.qdata[..., start:stop, :],
                                 tiles.scale_bytes[..., start // TILE:-(-stop // TILE), :])
-    return quantize_again(dequantize(tiles, torch.float32)[..., start:stop, :].contiguous(), rounding,
-                          tiles.orig_dtype)
+    return quantize_again(dequantize(tiles, torch.float32)[..., start:stop, :].contiguous(), dtype=tiles.orig_dtype)
 
 
 def tile_grid(shape: Sequence[int]) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ the memory of the quantized experts, which stay, and of two copies of one expert
 partitioned the parameters, a layer is gathered at once.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -72,8 +73,7 @@ def spread_experts(engine: DeepSpeedEngine, config: MXFP8MoEConfig, plain: Calla
                           "model, or go on with the first engine")
     if engine.autotp_size() > 1 or not any(map(is_stacked, model.modules())):
         return plain(model, *args, **kwargs)
-    if engine.local_rank >= 0:  # as DeepSpeed does later in the start
-        get_accelerator().set_device(engine.local_rank)
+    get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))  # as DeepSpeed does later in the start
     spreading = _Spreading(engine, config)
     with lent(auto_ep, "AutoEP", spreading.of):
         sources = plain(model, *args, **kwargs)
