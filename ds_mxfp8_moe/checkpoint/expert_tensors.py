@@ -17,7 +17,7 @@ from ..compute.block_fp8 import Rounding, above, from_block_fp8, from_mxfp4
 from ..compute.formula import DTYPES, gate_then_up
 from ..compute.mx import MXTensor
 from ..compute.mxfp4 import MXFP4Weights
-from ..ffn.frozen_weights import Weight
+from ..ffn.frozen_weights import Weights
 from ..layers.held_experts import HeldExperts, gate_above_up
 from ..recognition.stacked import DOWN
 from .shards import ShardReader
@@ -28,6 +28,9 @@ NUMBER = "<number>"
 MERGES = (["MergeModulelist"], ["MergeModulelist", "Concatenate"], [])
 EACH = {"MergeModulelist", "Concatenate", "Transpose", "Interleave"}  # change experts one by one
 AXES = {"": 2, "_scale_inv": 2, "_blocks": 3, "_scales": 2}  # of one expert's tensors
+# Values of a GEMM's weights that are read and quantized together: with each expert alone, the host does more than the
+# device.
+AT_ONCE = 2**26
 
 
 @dataclass
@@ -137,36 +140,46 @@ class ExpertTensors:
     def in_mxfp4(self) -> bool:
         return all("_blocks" in source.forms for source in self._sources.values())
 
-    def weights(self, experts: range) -> Iterator[tuple[int, str, Weight]]:
-        """Each expert's weight in the first GEMM, gate above up, and in the second one, with the expert's number and a
-        name of `Layout.names`.
+    def weights(self, experts: range) -> Iterator[tuple[range, str, Weights]]:
+        """Some experts' weights in the first GEMM, gate above up, and in the second one, with the experts' numbers and
+        a name of `Layout.names`.
 
         `experts`: counted over all ranks.
 
         Raises:
             RuntimeError, TypeError, ValueError: a tensor is missing, or has another form. The error names it.
         """
-        jobs = [(expert, stack) for expert in experts for stack in self._layout.names]
-        for (expert, stack), read in zip(jobs, self._shards.reads.ahead(self._read, jobs), strict=True):
-            yield expert, stack, self._weight(stack, expert, read)
+        jobs = []
+        for stack, (rows, columns) in self._shapes.items():
+            step = max(1, AT_ONCE // (rows * columns))
+            jobs += [(experts[i:i + step], stack) for i in range(0, len(experts), step)]
+        for (some, stack), read in zip(jobs, self._shards.reads.ahead(self._read, jobs), strict=True):
+            try:
+                yield some, stack, self._weights(stack, some, read)
+            except (RuntimeError, TypeError, ValueError) as error:
+                if len(some) == 1 or isinstance(error, torch.OutOfMemoryError):
+                    raise
+                for i in some:  # the error names an expert then. Or their tensors have several forms
+                    one = range(i, i + 1)
+                    yield one, stack, self._weights(stack, one, self._read((one, stack)))
 
-    def _read(self, job: tuple[int, str]) -> dict[str, list[torch.Tensor]]:
-        """By part, the tensors of an expert's weight."""
-        expert, stack = job
+    def _read(self, job: tuple[range, str]) -> dict[str, list]:
+        """By part, and gate's before up's: the tensors of experts' weights, one of all or one of each."""
+        experts, stack = job
         forms = self._sources[stack].forms
         parts = ("_blocks", "_scales") if "_blocks" in forms else ("", "_scale_inv")
-        return {part: self._read_part(stack, part, expert) for part in parts if part != "_scale_inv" or part in forms}
+        return {part: self._read_part(stack, part, experts) for part in parts if part != "_scale_inv" or part in forms}
 
-    def _weight(self, stack: str, expert: int, read: dict[str, list[torch.Tensor]]) -> Weight:
+    def _weights(self, stack: str, experts: range, read: dict[str, list]) -> Weights:
         source = self._sources[stack]
-        names = [form.replace(NUMBER, str(expert)) if NUMBER in form else f"{form}[{expert}]"
+        names = [form.replace(NUMBER, str(experts[0])) if NUMBER in form else f"{form}[{experts[0]}]"
                  for form in source.names("") or source.names("_blocks")]
         rows, columns = self._shapes[stack][::-1] if self._layout.is_transposed else self._shapes[stack]
+        weights, *factors = [[*map(_stacked, of_part)] for of_part in read.values()]
         if "_blocks" in source.forms:
-            made = self._of_mxfp4(stack, names[0], *(part for part, in read.values()))
+            made = self._of_mxfp4(stack, names[0], *weights, *factors[0])
             _check_shape(names[0], made, (rows, columns))
             return made
-        weights, *factors = read.values()
         if factors and not source.merges:
             raise RuntimeError(f"{names[0]} is in block FP8, and becomes {self._name}.{stack} by more than merging: "
                                "use transformers' from_pretrained")
@@ -178,22 +191,27 @@ class ExpertTensors:
             return self._of_block_fp8(stack, names, weights, *factors)
         return self._of_high_precision(stack, names, weights)
 
-    def _read_part(self, stack: str, part: str, expert: int) -> list[torch.Tensor]:
+    def _read_part(self, stack: str, part: str, experts: range) -> list:
         forms = self._sources[stack].names(part)
         if not forms:
             raise RuntimeError(f"no tensor of the checkpoint becomes {self._name}.{stack}{part}")
-        tensors = []
+        read = []
         for form in forms:
-            name = form.replace(NUMBER, str(expert))
-            tensor = self._shards.read(name, None if NUMBER in form else expert)
-            if tensor.dim() != AXES[part]:
-                raise RuntimeError(f"{name} has shape {tuple(tensor.shape)} for an expert, expected {AXES[part]} axes")
-            tensors.append(tensor)
-        return tensors
+            if NUMBER in form:
+                names = [form.replace(NUMBER, str(expert)) for expert in experts]
+                read.append([*map(self._shards.read, names)])
+            else:
+                names = [form]
+                read.append(self._shards.read(form, experts))
+            for name, tensor in zip(names, read[-1], strict=False):
+                if tensor.dim() != AXES[part]:
+                    raise RuntimeError(f"{name} has shape {tuple(tensor.shape)} for an expert, expected {AXES[part]} "
+                                       "axes")
+        return read
 
     def _of_mxfp4(self, stack: str, name: str, *parts: torch.Tensor) -> MXFP4Weights:
         if stack != DOWN and not self._layout.is_concatenated:
-            parts = tuple(gate_then_up(part, dim=0) for part in parts)
+            parts = tuple(gate_then_up(part, dim=1) for part in parts)
         return from_mxfp4(name, *parts, self._rounding)  # type: ignore[call-arg]
 
     def _of_block_fp8(self, stack: str, names: list[str], weights: list[torch.Tensor],
@@ -205,7 +223,7 @@ class ExpertTensors:
         for name, weight in zip(names, weights, strict=True):
             if weight.dtype != weights[0].dtype:
                 raise TypeError(f"{name} has dtype {weight.dtype}, and {names[0]} has {weights[0].dtype}")
-        whole = torch.cat([weight.view(torch.uint8) for weight in weights]).view(weights[0].dtype)
+        whole = torch.cat([weight.view(torch.uint8) for weight in weights], dim=1).view(weights[0].dtype)
         convert = gate_above_up if stack != DOWN and self._layout.has_gate else from_block_fp8
         return convert(" above ".join(names), whole, factors[0], self._rounding)
 
@@ -214,20 +232,21 @@ class ExpertTensors:
             if weight.dtype not in DTYPES:
                 raise TypeError(f"{name} has dtype {weight.dtype} and no scales in the checkpoint; expected "
                                 f"{', '.join(map(str, DTYPES))}, or block FP8, MXFP4 or NVFP4")
-        weight_1NK = self._convert(stack, [weight.to(self._dtype) for weight in weights])
-        _check_shape(names[0], weight_1NK[0], self._shapes[stack])
-        parts = [self._layout.split_down(weight_1NK)] if stack == DOWN else self._layout.split_up(weight_1NK)
-        return [part[0].contiguous() for part in parts]
+        weight_BNK = self._convert(stack, [weight.to(self._dtype) for weight in weights])
+        _check_shape(names[0], weight_BNK, self._shapes[stack])
+        parts = [self._layout.split_down(weight_BNK)] if stack == DOWN else self._layout.split_up(weight_BNK)
+        return [part.contiguous() for part in parts]
 
     def _convert(self, stack: str, weights: list[torch.Tensor]) -> torch.Tensor:
-        """What transformers' converter makes of one expert's tensors, as a stack of one."""
+        """What transformers' converter makes of some experts' tensors [B, ...]."""
         source = self._sources[stack]
         if not source.operations:
-            return weights[0].unsqueeze(0)
+            return weights[0]
         patterns = [one for one in source.converter.source_patterns if one in source.forms[""]]
-        found = {pattern: [weight if source.stacks else weight.unsqueeze(0)]
+        found = {pattern: [*weight] if source.stacks else [weight]
                  for pattern, weight in zip(patterns, weights, strict=True)}
-        model = SimpleNamespace(get_parameter=lambda name: torch.empty(1, *self._shapes[stack], device="meta"))
+        whole = torch.empty(len(weights[0]), *self._shapes[stack], device="meta")
+        model = SimpleNamespace(get_parameter=lambda name: whole)
         for operation in source.operations.values():
             found = operation.convert(found, source_patterns=patterns,
                                       target_patterns=source.converter.target_patterns,
@@ -235,6 +254,18 @@ class ExpertTensors:
         return next(iter(found.values()))
 
 
+def _stacked(read: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
+    """[B, ...] of the tensors of B experts. Raises RuntimeError: they differ."""
+    if isinstance(read, torch.Tensor):
+        return read
+    first = read[0]
+    if any((one.shape, one.dtype) != (first.shape, first.dtype) for one in read):
+        raise RuntimeError("experts' tensors have several shapes or dtypes")
+    # Not every device stacks float8.
+    return torch.stack([one.view(torch.uint8) for one in read]).view(first.dtype) if len(read) > 1 else first[None]
+
+
 def _check_shape(name: str, weight: torch.Tensor | MXFP4Weights, expected: tuple[int, int]) -> None:
-    if tuple(weight.shape) != expected:
-        raise RuntimeError(f"{name} has shape {tuple(weight.shape)}; the model's config asks for {expected}")
+    """`weight`: of several experts, [B, N, K]."""
+    if tuple(weight.shape[1:]) != expected:
+        raise RuntimeError(f"{name} has shape {tuple(weight.shape[1:])}; the model's config asks for {expected}")

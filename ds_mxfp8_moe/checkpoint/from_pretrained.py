@@ -2,7 +2,7 @@
 """Loads a Hugging Face model whose experts never exist in high precision: from files into MXFP8 or MXFP4.
 
 transformers builds the model without memory and loads all of it but the experts. The experts' tensors are read from
-the files one by one, each rank only its own, and quantized on the device: bf16, block FP8, MXFP4 or NVFP4, single
+the files a few at a time, each rank only its own, and quantized on the device: bf16, block FP8, MXFP4 or NVFP4, single
 experts or stacks of them.
 """
 
@@ -37,8 +37,8 @@ def from_pretrained(name_or_path: str | os.PathLike, ds_config: dict | str | os.
 
     Collective over all ranks. A rank reads the experts that DeepSpeed will give to it. The experts lie on the
     accelerator, in the format of "frozen_experts"; without this key in MXFP4 if the files are, else in MXFP8. Host
-    memory holds one expert at a time; with a GPU, 64 MiB of pinned buffers. Give the result to `peft.get_peft_model`,
-    then to `initialize`, the Trainer or Accelerate. It computes nothing before.
+    memory holds a few experts at a time; with a GPU, 64 MiB of pinned buffers. Give the result to
+    `peft.get_peft_model`, then to `initialize`, the Trainer or Accelerate. It computes nothing before.
 
     Args:
         name_or_path: of a checkpoint in safetensors files: a folder, or a name on the hub.
@@ -200,15 +200,17 @@ class _Loader:
         `tensors`: the block's ExpertTensors.
         """
         layout, count = experts.layout, experts.num_experts // self.ep_size
-        first = at = self.ep_rank * count
+        first = self.ep_rank * count
+        at = range(first, first + count)
         try:
             _, H, F = layout.split_down(experts.down_proj).shape
             kind = FORMATS[self.section.frozen_experts or ("mxfp4" if tensors.in_mxfp4 else "mxfp8")]
             weights = kind(count, H, F, dtype, device, layout.has_gate)
-            for at, stack, weight in tensors.weights(range(first, first + count)):
-                weights.write("down" if stack == DOWN else "up", at - first, weight, self.section.scaling_mode)
+            for at, stack, read in tensors.weights(range(first, first + count)):
+                weights.write("down" if stack == DOWN else "up", slice(at.start - first, at.stop - first), read,
+                              self.section.scaling_mode)
         except (torch.OutOfMemoryError, MemoryError) as error:
-            raise RuntimeError(f"out of memory at expert {at} of {name}: {error}") from error
+            raise RuntimeError(f"out of memory at experts {at.start} to {at.stop - 1} of {name}: {error}") from error
         except (TypeError, ValueError) as error:  # which name the tensor
             raise RuntimeError(str(error)) from error
         return first, weights

@@ -18,7 +18,7 @@ import torch
 
 THREADS = 4
 BUFFERS, BUFFER_BYTES = 2 * THREADS, 8 * 2**20  # while a buffer is copied, its thread fills another
-AHEAD = THREADS + 2
+AHEAD = THREADS
 
 
 class FileReads:

@@ -98,33 +98,33 @@ class ShardReader:
     def __exit__(self, *error) -> None:
         self.reads.__exit__(*error)
 
-    def read(self, name: str, index: int | None = None) -> torch.Tensor:
-        """The tensor, or its part at `index` of the first axis, on the device. Any thread may call this.
+    def read(self, name: str, part: range | None = None) -> torch.Tensor:
+        """The tensor, or its `part` of the first axis, on the device. Any thread may call this.
 
         Raises:
             RuntimeError: no file has it, or it cannot be read.
         """
         if (parts := self._in_nvfp4.get(name)) is not None:
             tensor = nvfp4.values(name, parts, *map(self._read, parts))
-            return tensor if index is None else tensor[index]
-        return self._read(name, index)
+            return tensor if part is None else tensor[part.start:part.stop]
+        return self._read(name, part)
 
     def lazy(self, name: str) -> "LazyTensor":
         dtype = "F32" if name in self._in_nvfp4 else self._entries[name].dtype
         return LazyTensor(partial(self.read, name), dtype)
 
-    def _read(self, name: str, index: int | None = None) -> torch.Tensor:
+    def _read(self, name: str, part: range | None = None) -> torch.Tensor:
         if name not in self._entries:
             raise RuntimeError(f"{name} is in no file of the checkpoint")
         file, dtype, shape, start, nbytes = self._entries[name]
         if dtype not in DTYPES:
             raise RuntimeError(f"{name} has dtype {dtype} in {file}; supported are {', '.join(DTYPES)}")
-        if index is not None:
-            if not shape or index >= shape[0]:
+        if part is not None:
+            if not shape or part.stop > shape[0]:
                 raise RuntimeError(f"{name} cannot be read from {file}: its shape is {shape}, so it has no part "
-                                   f"{index}")
-            shape, nbytes = shape[1:], nbytes // shape[0]
-            start += index * nbytes
+                                   f"{part.stop - 1}")
+            of_one = nbytes // shape[0]
+            shape, start, nbytes = (len(part), *shape[1:]), start + part.start * of_one, len(part) * of_one
         try:
             return self.reads.read(file, start, nbytes).view(DTYPES[dtype]).view(shape)
         except OSError as error:

@@ -19,7 +19,7 @@ their new scale is at most their old one. `Rounding` counts what changed.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -90,17 +90,22 @@ def from_block_fp8(name: str, weight: torch.Tensor, factors: torch.Tensor, round
                          "32")
     expected = tile_grid(weight.shape)
     if tuple(factors.shape) != expected:
-        raise ValueError(f"{name} has shape {tuple(weight.shape)} and scales of shape {tuple(factors.shape)}; tiles "
-                         f"of {TILE}x{TILE} have scales of shape {expected}. Only this block size is supported")
+        raise ValueError(f"{name} has shape {tuple(weight.shape[-2:])} and scales of shape "
+                         f"{tuple(factors.shape[-2:])}; tiles of {TILE}x{TILE} have scales of shape {expected[-2:]}. "
+                         "Only this block size is supported")
     factors, exponents = _factors(factors)
     # A NaN is equal to nothing. In the data it has no scale that says so yet.
-    if torch.equal(_power_of_two(exponents), factors) and not _has_nan(weight):
-        return MXTensor(weight, exponents.to(torch.uint8), TILE, dtype, tiled=True)
-
-    def convert(w_NK: torch.Tensor, factors: torch.Tensor) -> MXTensor:
-        return quantize_again(w_NK.float() * _spread(factors, w_NK.shape), rounding, dtype)
-
-    return convert(weight, factors) if weight.dim() == 2 else _for_each(convert, weight.shape, dtype, weight, factors)
+    as_they_are = (_power_of_two(exponents) == factors).flatten(-2).all(-1) & ~_has_nan(weight)
+    data, scales = weight, exponents.to(torch.uint8)
+    if others := [i for i, same in enumerate(as_they_are.view(-1).tolist()) if not same]:  # one wait for the device
+        data = weight.clone(memory_format=torch.contiguous_format)
+        stacks = (one.view(-1, *one.shape[-2:]) for one in (data, scales, factors))
+        for w_NK, of_tiles, its_factors in (matrices for i, matrices in enumerate(zip(*stacks, strict=True))
+                                            if i in others):
+            tiles = quantize_again(w_NK.float() * _spread(its_factors, w_NK.shape), rounding, dtype)
+            w_NK.copy_(tiles.qdata)
+            of_tiles.copy_(tiles.scale_bytes)
+    return MXTensor(data, scales, TILE, dtype, tiled=True)
 
 
 def to_block_fp8(tiles: MXTensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,12 +141,13 @@ def from_mxfp4(name: str, blocks: torch.Tensor, scales: torch.Tensor, rounding: 
         raise TypeError(f"{name}: its blocks have dtype {blocks.dtype} and its scales {scales.dtype}; MXFP4 has "
                         "torch.uint8 for both")
     if blocks.dim() not in (3, 4) or blocks.shape[-1] != 16 or blocks.shape[:-1] != scales.shape:
-        raise ValueError(f"{name}: its blocks have shape {tuple(blocks.shape)} and its scales {tuple(scales.shape)}; "
-                         "MXFP4 has [..., N, K / 32, 16] and [..., N, K / 32]")
-    if bool((scales == NAN_SCALE_BYTE).any()):
-        raise ValueError(f"{name}: one of its scales is NaN (byte 0xFF)")
+        raise ValueError(f"{name}: its blocks have shape {tuple(blocks.shape[-3:])} and its scales "
+                         f"{tuple(scales.shape[-2:])}; MXFP4 has [N, K / 32, 16] and [N, K / 32]")
     weights = MXFP4Weights.of(blocks.flatten(-2), scales, dtype)
-    if rounding is not None:
+    is_nan, *may_round = torch.cat([(scales == NAN_SCALE_BYTE).any().view(1), weights.may_round().view(-1)]).tolist()
+    if is_nan:
+        raise ValueError(f"{name}: one of its scales is NaN (byte 0xFF)")
+    if rounding is not None and any(may_round):
         rounding.add(weights.values(), casts.unpack_tiles(weights))
     return weights
 
@@ -200,9 +206,10 @@ def _factors(factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return factors, (factors.view(torch.int32) >> 23) & NAN_SCALE_BYTE
 
 
-def _has_nan(weight: torch.Tensor) -> bool:
-    """Not every device compares float8, and isnan takes four bytes for each value."""
-    return bool(((weight.view(torch.uint8) & 0x7F) == 0x7F).any())
+def _has_nan(weight: torch.Tensor) -> torch.Tensor:
+    """Bool [...] of weights [..., N, K]. Not every device compares float8, and isnan takes four bytes for each value.
+    """
+    return ((weight.view(torch.uint8) & 0x7F) == 0x7F).flatten(-2).any(-1)
 
 
 def _spread(per_tile: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -210,13 +217,3 @@ def _spread(per_tile: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     rows = per_tile.repeat_interleave(TILE, dim=-2)[..., :shape[-2], :]
     return rows.repeat_interleave(TILE, dim=-1)[..., :shape[-1]]
 
-
-def _for_each(convert: Callable[..., MXTensor], shape: Sequence[int], dtype: torch.dtype,
-              *stacks: torch.Tensor) -> MXTensor:
-    """Converts matrix after matrix of a stack [E, N, K], so that only one of them is in float32 at a time."""
-    data = torch.empty(*shape, dtype=torch.uint8, device=stacks[0].device)
-    scales = torch.empty(tile_grid(shape), dtype=torch.uint8, device=data.device)
-    for i, matrices in enumerate(zip(*stacks, strict=True)):
-        mx = convert(*matrices)
-        data[i], scales[i] = mx.qdata.view(torch.uint8), mx.scale_bytes
-    return MXTensor(data.view(torch.float8_e4m3fn), scales, TILE, dtype, tiled=True)

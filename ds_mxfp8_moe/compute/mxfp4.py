@@ -30,9 +30,10 @@ class MXFP4Weights(NamedTuple):
 
     @classmethod
     def of(cls, codes: torch.Tensor, scale_bytes: torch.Tensor, dtype: torch.dtype) -> "MXFP4Weights":
-        sizes = _pad_to(_values(codes, scale_bytes).abs_(), (TILE, TILE))
-        largest = sizes.unflatten(-1, (-1, TILE)).unflatten(-3, (-1, TILE)).amax((-3, -1))
-        return cls(codes.contiguous(), scale_bytes.contiguous(), _scale_bytes(largest, "rceil").to(torch.uint8), dtype)
+        sizes = _e2m1(_largest_codes(codes).int()) * _power_of_two(scale_bytes.int())
+        blocks = _pad_to(sizes, (TILE, TILE // 32)).unflatten(-1, (-1, TILE // 32)).unflatten(-3, (-1, TILE))
+        tile_bytes = _scale_bytes(blocks.amax((-3, -1)), "rceil").to(torch.uint8)
+        return cls(codes.contiguous(), scale_bytes.contiguous(), tile_bytes, dtype)
 
     @property
     def buffers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -44,7 +45,18 @@ class MXFP4Weights(NamedTuple):
 
     def values(self) -> torch.Tensor:
         """Float32 [..., N, K], exactly."""
-        return _values(self.codes, self.scale_bytes)
+        values = e2m1_values(self.codes).unflatten(-1, (-1, 32))
+        return (values * _power_of_two(self.scale_bytes.int()).unsqueeze(-1)).flatten(-2)
+
+    def may_round(self) -> torch.Tensor:
+        """Bool [...]: whether a value may be another one in its tile of MXFP8. False: none is.
+
+        A value is a multiple of 0.5 times its scale, and in the tile of 2^-9 times the tile's.
+        """
+        N, blocks = self.scale_bytes.shape[-2:]
+        tile = self.tile_bytes.repeat_interleave(TILE, -2)[..., :N, :].repeat_interleave(TILE // 32, -1)[..., :blocks]
+        apart = tile.int() - self.scale_bytes.int() > 8
+        return (apart & (_largest_codes(self.codes) > 0)).flatten(-2).any(-1)
 
 
 def quantize(w_NK: torch.Tensor, dtype: torch.dtype = torch.bfloat16,
@@ -106,14 +118,20 @@ def _step(size: torch.Tensor) -> torch.Tensor:
 
 def e2m1_values(codes: torch.Tensor) -> torch.Tensor:
     """Float32 [..., K] of uint8 [..., K / 2]. The lower half of a byte is the earlier value."""
-    e2m1 = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).int()
-    # As exponent and mantissa of a float32, the three bits beside the sign are 2^-126 of the value.
-    return ((e2m1 & 8) << 28 | (e2m1 & 7) << 22).view(torch.float32) * 2.0**126
+    return _e2m1(torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).int())
 
 
-def _values(codes: torch.Tensor, scale_bytes: torch.Tensor) -> torch.Tensor:
-    values = e2m1_values(codes).unflatten(-1, (-1, 32))
-    return (values * _power_of_two(scale_bytes.int()).unsqueeze(-1)).flatten(-2)
+def _e2m1(code: torch.Tensor) -> torch.Tensor:
+    """Float32 of int32 codes of four bits."""
+    size = code & 7
+    # From 1 on, the bits beside the sign are a float32's exponent, with another bias, and its first mantissa bit.
+    values = torch.where(size < 2, size * 0.5, ((size << 22) + (126 << 23)).view(torch.float32))
+    return (values.view(torch.int32) | (code & 8) << 28).view(torch.float32)
+
+
+def _largest_codes(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 [..., K / 32]: in each block, the code of the largest magnitude."""
+    return torch.maximum(codes & 7, codes >> 4 & 7).unflatten(-1, (-1, 16)).amax(-1)
 
 
 def unpack_tiles(weights: MXFP4Weights, transposed: bool = False) -> MXTensor:

@@ -16,8 +16,9 @@ from ..compute.mxfp4 import MXFP4Weights
 
 ODD = -0x61C8864680B583EB  # an odd number without a pattern: 2^64 divided by the golden ratio, as int64
 
-# A weight [N, K] in a file's format: MXFP4, tiles of MXFP8, or rows in high precision, of one part above the other.
-Weight: TypeAlias = MXFP4Weights | MXTensor | Sequence[torch.Tensor]
+# Experts' weights [B, N, K] in a file's format: MXFP4, tiles of MXFP8, or rows in high precision, one part above the
+# other.
+Weights: TypeAlias = MXFP4Weights | MXTensor | Sequence[torch.Tensor]
 
 
 class FrozenWeights(nn.Module):
@@ -65,16 +66,17 @@ class FrozenWeights(nn.Module):
         `expert`: counted from this rank's first. Without a gate, the halves of up come as `gate_FH` and `up_FH`.
         """
         for name, parts in (("up", (gate_FH, up_FH)), ("down", (down_HF, ))):
-            self.write(name, expert, [part.detach().to(self.up_data.device, self.dtype) for part in parts],
-                       scaling_mode)
+            rows = [part.detach().to(self.up_data.device, self.dtype).unsqueeze(0) for part in parts]
+            self.write(name, slice(expert, expert + 1), rows, scaling_mode)
 
     @torch.no_grad()
-    def write(self, name: str, expert: int, weight: Weight, scaling_mode: str = "rceil") -> None:
-        """Writes the weight of one expert in one GEMM, "up" [G, H] or "down" [H, F]."""
-        for buffer, part in zip(self._buffers_of(name), self._encoded(weight, scaling_mode), strict=True):
-            buffer[expert].copy_(part)
-        if expert == 0:
-            self.rounding.add(_values(weight), _values(self._operand(*(one[0] for one in self._buffers_of(name)))))
+    def write(self, name: str, experts: slice, weights: Weights, scaling_mode: str = "rceil") -> None:
+        """Writes the weights of some experts in one GEMM, "up" [B, G, H] or "down" [B, H, F]."""
+        for buffer, part in zip(self._buffers_of(name), self._encoded(weights, scaling_mode), strict=True):
+            buffer[experts].copy_(part)
+        if experts.start == 0:
+            held = self._operand(*(buffer[:1] for buffer in self._buffers_of(name)))
+            self.rounding.add(_values(_first(weights)), _values(held))
 
     def operands(self) -> dict[str, MXTensor | MXFP4Weights]:
         """The weights of each GEMM as ExpertMath takes them, by its name: "up", which includes the gate, and "down".
@@ -147,13 +149,13 @@ class FrozenWeights(nn.Module):
         """Of one expert, by kind."""
         return {"data": (rows, columns), "scale": (-(-rows // TILE), -(-columns // TILE))}
 
-    def _encoded(self, weight: Weight, scaling_mode: str) -> Sequence[torch.Tensor]:
+    def _encoded(self, weights: Weights, scaling_mode: str) -> Sequence[torch.Tensor]:
         """What `write` puts into the buffers of a GEMM."""
-        tiles: Any = weight
-        if isinstance(weight, MXFP4Weights):
-            tiles = casts.unpack_tiles(weight)
-        elif not isinstance(weight, MXTensor):
-            tiles = casts.quantize_weights([part.unsqueeze(0) for part in weight], TILE, scaling_mode)[0]
+        tiles: Any = weights
+        if isinstance(weights, MXFP4Weights):
+            tiles = casts.unpack_tiles(weights)
+        elif not isinstance(weights, MXTensor):
+            tiles = casts.quantize_weights(weights, TILE, scaling_mode)
         return tiles.qdata.view(torch.uint8), tiles.scale_bytes
 
     def _operand(self, data: torch.Tensor, scale: torch.Tensor) -> Any:
@@ -180,10 +182,10 @@ class FrozenMXFP4Weights(FrozenWeights):
         return {"data": (rows, columns // 2), "scale": (rows, columns // 32),
                 "tile": (-(-rows // TILE), -(-columns // TILE))}
 
-    def _encoded(self, weight: Weight, scaling_mode: str) -> Sequence[torch.Tensor]:
-        if not isinstance(weight, MXFP4Weights):
-            weight = casts.pack(_values(weight), self.dtype)
-        return weight.buffers
+    def _encoded(self, weights: Weights, scaling_mode: str) -> Sequence[torch.Tensor]:
+        if not isinstance(weights, MXFP4Weights):
+            weights = casts.pack(_values(weights), self.dtype)
+        return weights.buffers
 
     def _operand(self, data: torch.Tensor, scale: torch.Tensor, tile: torch.Tensor) -> MXFP4Weights:  # type: ignore[override]
         return MXFP4Weights(data, scale, tile, self.dtype)
@@ -193,11 +195,19 @@ class FrozenMXFP4Weights(FrozenWeights):
         return casts.unpack_tiles(operand)
 
 
-def _values(weight: Weight) -> torch.Tensor:
-    """[N, K], exactly: in float32, or in the dtype of the rows."""
-    if isinstance(weight, MXTensor):
-        return casts.dequantize(weight, torch.float32)
-    return weight.values() if isinstance(weight, MXFP4Weights) else torch.cat([*weight])
+def _first(weights: Weights) -> Weights:
+    """Those of the first expert, [1, N, K]."""
+    if isinstance(weights, MXFP4Weights):
+        codes, scale_bytes, tile_bytes = (buffer[:1] for buffer in weights.buffers)
+        return MXFP4Weights(codes, scale_bytes, tile_bytes, weights.dtype)
+    return weights[:1] if isinstance(weights, MXTensor) else [part[:1] for part in weights]
+
+
+def _values(weights: Weights) -> torch.Tensor:
+    """[B, N, K], exactly: in float32, or in the dtype of the rows."""
+    if isinstance(weights, MXTensor):
+        return casts.dequantize(weights, torch.float32)
+    return weights.values() if isinstance(weights, MXFP4Weights) else torch.cat([*weights], dim=1)
 
 
 FORMATS = {"mxfp8": FrozenWeights, "mxfp4": FrozenMXFP4Weights}  # by the value of "frozen_experts"

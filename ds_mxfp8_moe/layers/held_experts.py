@@ -138,16 +138,16 @@ def read_before(weights: FrozenWeights, first: int, name: str, wanted_first: int
 
 
 def gate_above_up(name: str, data: torch.Tensor, factors: torch.Tensor, rounding: Rounding) -> MXTensor:
-    """Block FP8 of gate above up, [2F, H], as tiles.
+    """Block FP8 of gate above up, [2F, H] or [E, 2F, H], as tiles.
 
     `factors`: for tiles of the whole, or one after the other for the tiles of gate and of up, as they come from two
     tensors. These are the same if F is a multiple of 128.
     """
-    rows = len(data) // 2
+    rows = data.shape[-2] // 2
     of_each = -(-rows // TILE)
-    if rows % TILE == 0 or len(factors) != 2 * of_each:
+    if rows % TILE == 0 or factors.shape[-2] != 2 * of_each:
         return from_block_fp8(name, data, factors, rounding)
-    parts = zip((data[:rows], data[rows:]), factors.split(of_each), strict=True)
+    parts = zip(data.split(rows, dim=-2), factors.split(of_each, dim=-2), strict=True)
     return above([from_block_fp8(name, part.contiguous(), of_part, rounding) for part, of_part in parts], rounding)
 
 
@@ -159,8 +159,9 @@ def _of_fp8_experts(rounding: Rounding, source: nn.Module, name: str, first: int
     of_up = gate_above_up if source.has_gate else from_block_fp8
     for i in range(first, first + count):
         for gemm, stack, convert in (("up", up, of_up), ("down", DOWN, from_block_fp8)):
-            parts = [getattr(source, f"{stack}{end}").detach()[i].to(device) for end in ("", "_scale_inv")]
-            weights.write(gemm, i - first, convert(f"{name}.{stack}[{i}]", *parts, rounding))  # type: ignore[call-arg]
+            parts = [getattr(source, f"{stack}{end}").detach()[i:i + 1].to(device) for end in ("", "_scale_inv")]
+            weights.write(gemm, slice(i - first, i - first + 1),
+                          convert(f"{name}.{stack}[{i}]", *parts, rounding))  # type: ignore[call-arg]
     return weights
 
 
@@ -174,9 +175,10 @@ def _of_mxfp4_experts(rounding: Rounding, source: nn.Module, name: str, first: i
             getattr(source, stack), getattr(source, f"{stack}_precision_config").weight_scale))
         blocks = blocks.reshape(*scales.shape, -1)
         for i in range(first, first + count):
-            parts = [blocks[i].to(device), scales[i].to(device)]
-            parts = [gate_then_up(part, dim=0) for part in parts] if gemm == "up" else parts
-            weights.write(gemm, i - first, from_mxfp4(f"{name}.{stack}[{i}]", *parts, rounding))  # type: ignore[call-arg]
+            parts = [blocks[i:i + 1].to(device), scales[i:i + 1].to(device)]
+            parts = [gate_then_up(part, dim=1) for part in parts] if gemm == "up" else parts
+            weights.write(gemm, slice(i - first, i - first + 1),
+                          from_mxfp4(f"{name}.{stack}[{i}]", *parts, rounding))  # type: ignore[call-arg]
     return weights
 
 

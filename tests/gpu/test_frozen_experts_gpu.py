@@ -43,10 +43,10 @@ def test_weights_are_read_and_rounded_as_on_the_cpu(changed):
     read, roundings = [], []
     for device in ("cpu", "cuda"):
         roundings.append(Rounding())
-        blocks, scales = weight.codes.unflatten(-1, (-1, 16)).to(device), weight.scale_bytes.to(device)
+        blocks, scales = weight.codes[None].unflatten(-1, (-1, 16)).to(device), weight.scale_bytes[None].to(device)
         read.append(from_mxfp4("w", blocks, scales, roundings[-1]))
         frozen = FrozenWeights(1, 256, 384, torch.bfloat16, device)
-        frozen.write("down", 0, read[-1])
+        frozen.write("down", slice(0, 1), read[-1])
         assert torch.equal(frozen.tiles("down").qdata[0].view(torch.uint8).cpu(),
                            unpack_tiles(weight).qdata.view(torch.uint8))
     assert all(torch.equal(one, other.cpu()) for one, other in zip(read[0].buffers, read[1].buffers, strict=True))

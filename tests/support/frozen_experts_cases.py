@@ -34,7 +34,8 @@ def calls(frozen, recipe, routing, tokens=50, name="swiglu", count=3, device="cp
             if files is None:
                 held.put(i, expert["gate"], expert["down"], expert["up"], "rceil")
             for gemm, weight in files(in_mxfp4(expert)).items() if files else ():
-                held.write(gemm, i, MXFP4Weights(*(part.to(device) for part in weight.buffers), weight.dtype))
+                held.write(gemm, slice(i, i + 1),
+                           MXFP4Weights(*(part[None].to(device) for part in weight.buffers), weight.dtype))
     results = []
     for seed in range(count):
         torch.manual_seed(seed)
@@ -73,7 +74,7 @@ def merge_aware_call(frozen, recipe, device="cpu", dtype=torch.bfloat16, size=0.
         for name, adapter in adapters.items():
             low_rank = LowRank(*(factor.detach() for factor in adapter))
             for i in range(E):
-                merged.write(name, i, weights.tiles(name, slice(i, i + 1), {name: low_rank})[0])
+                merged.write(name, slice(i, i + 1), weights.tiles(name, slice(i, i + 1), {name: low_rank}))
         y = ExpertFFN(formula("swiglu"), RECIPES[recipe], Local(), 8, merge_aware=merge_aware)(
             x, Routes(expert_TK=routes[0].to(device), weight_TK=weight_TK, num_experts=8), {}, adapters=adapters,
             frozen=weights)

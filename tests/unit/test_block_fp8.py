@@ -76,6 +76,18 @@ def test_other_factors_cost_one_more_rounding(shape, dtype):
     assert shape == (1, 32) or 31 < rounding.sqnr_db < 32.5
 
 
+def test_experts_of_a_stack_are_converted_apart():
+    """One with other factors, one with a NaN, and two whose bytes stay."""
+    weight, factors = block_fp8(random(4, 192, 160))
+    weight[1], factors[1] = block_fp8(random(192, 160, seed=1), power_of_two=False)
+    weight.view(UINT8)[3, 5, 7] = 0xFF
+    before, rounding, alone = weight.clone(), Rounding(), Rounding()
+    found = from_block_fp8("w", weight, factors, rounding)
+    for i in range(4):
+        assert same_bytes(found[i], from_block_fp8("w", weight[i], factors[i], alone))
+    assert torch.equal(weight.view(UINT8), before.view(UINT8)) and rounding.values == alone.values == 2 * 192 * 160
+
+
 def test_factors_that_are_no_number():
     weight, factors = block_fp8(random(256, 384))
     weight.view(UINT8)[0, 300] = 0x7F

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from ds_mxfp8_moe.compute.mx import dequantize, quantize_tiles, sqnr_db
-from ds_mxfp8_moe.compute.mxfp4 import quantize, unpack_tiles
+from ds_mxfp8_moe.compute.mxfp4 import MXFP4Weights, quantize, unpack_tiles
 from tests.support.mxfp4_cases import E2M1, hard
 
 F32 = torch.float32
@@ -78,3 +78,18 @@ def test_tiles_are_those_of_the_values():
     assert same[0, :128].all() and not same[1].all()  # scales that are near, and far apart
     transposed = unpack_tiles(weights, transposed=True)
     assert torch.equal(dequantize(transposed, F32).transpose(1, 2).nan_to_num(), dequantize(tiles, F32).nan_to_num())
+
+
+@pytest.mark.parametrize("apart", range(11, 20))
+def test_weights_that_may_round_in_their_tiles_are_told_apart(apart):
+    """One of three experts has blocks whose scales are as far apart as this."""
+    generator = torch.Generator().manual_seed(apart)
+    codes = torch.randint(256, (3, 160, 96), generator=generator, dtype=torch.uint8)
+    scales = torch.full((3, 160, 6), 100, dtype=torch.uint8)
+    scales[1, 130, 5] -= apart
+    codes[1, 130, 80:] = 0x91  # 0.5 and -0.5
+    scales[2, 7, 0] = 5
+    codes[2, 7, :16] = 0x80  # zeros
+    weights = MXFP4Weights.of(codes, scales, torch.bfloat16)
+    same = (dequantize(unpack_tiles(weights), F32) == weights.values()).flatten(1).all(1)
+    assert torch.equal(weights.may_round(), ~same) and weights.may_round().tolist() == [False, apart > 14, False]

@@ -55,9 +55,7 @@ def merge_to_nearest(engine: nn.Module) -> float:
             weights += w_ENK.square().sum().item()
             merged = mxfp4.quantize(w_ENK + update_ENK) if in_mxfp4 else casts.quantize_weights(
                 [w_ENK + update_ENK], TILE, "rceil")
-            for i in range(len(w_ENK)):
-                one = MXFP4Weights(*(part[i] for part in merged.buffers), merged.dtype) if in_mxfp4 else merged[i]
-                experts.frozen.write(gemm, i, one)
+            experts.frozen.write(gemm, slice(0, len(w_ENK)), merged)
         for name, factor in experts.named_parameters():
             if "lora_B" in name:
                 factor.zero_()
