@@ -97,7 +97,7 @@ NAMES = tuple(Row(*row) for row in (
     ("import", "torch.utils._pytree", "tree_map(func, tree, ...)"),
     ("import", "torch.utils.checkpoint", "_StopRecomputationError"),
 
-    ("classic layers", "deepspeed.moe.layer:MoE", ".deepspeed_moe .enable_expert_tensor_parallelism"),
+    ("classic layers", "deepspeed.moe.layer:MoE", ".deepspeed_moe"),
     ("classic layers", "deepspeed.moe.sharded_moe:MOELayer",
      "forward(self, input, kwargs) .ep_group .ep_size .exp_counts .experts .gate .l_aux .num_local_experts"),
     ("classic layers", "deepspeed.moe.sharded_moe:TopKGate",

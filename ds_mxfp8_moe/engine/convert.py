@@ -292,8 +292,7 @@ def _classic_formula(layer: deepspeed_layer.MoE, shared: dict) -> ExpertFormula:
     _refuse_subclass(inner.gate, TopKGate)
     _refuse_subclass(inner.experts, Experts)
     # One layer with tensor-parallel experts makes DeepSpeed group and exchange that way in all layers.
-    split_experts = layer.enable_expert_tensor_parallelism or groups._get_expert_model_parallel_world_size() > 1
-    if split_experts and bwc_tensor_model_parallel_world_size(groups.mpu) > 1:
+    if groups._get_expert_model_parallel_world_size() > 1 and bwc_tensor_model_parallel_world_size(groups.mpu) > 1:
         raise NotRecognized("its experts are tensor-parallel")
     _refuse_foreign_code(inner.experts, inner.experts.deepspeed_experts)
     _refuse_replaced_forward(layer, inner)
