@@ -194,7 +194,7 @@ def what_will_happen(ds_config: dict, config: MXFP8MoEConfig) -> str:
         return "plain DeepSpeed"
     who = "in any program that gives it to DeepSpeed"
     if hook_off():
-        who = "only after ds_mxfp8_moe.enable(), by ds_mxfp8_moe.initialize, or under python -m ds_mxfp8_moe.run"
+        who = "only after ds_mxfp8_moe.enable(), or by ds_mxfp8_moe.initialize"
     spread = ds_config.get("expert_parallel")
     if isinstance(spread, dict) and spread.get("enabled"):
         return f"MoE layers are converted, {who}"

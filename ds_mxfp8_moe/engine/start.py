@@ -34,8 +34,7 @@ from .moe_engine import make_moe_engine
 _READ = ContextVar("read", default=False)
 UNREAD = (f'mxfp8_moe: WARNING: the DeepSpeed config has the section "{SECTION}", but nothing read it, so the '
           "engine is plain DeepSpeed. Call ds_mxfp8_moe.initialize in place of deepspeed.initialize. Where a library "
-          "calls that (Hugging Face Trainer, Accelerate), call ds_mxfp8_moe.enable() before it does, or start the "
-          "program by python -m ds_mxfp8_moe.run")
+          "calls that (Hugging Face Trainer, Accelerate), call ds_mxfp8_moe.enable() before it does")
 NO_ENGINE = ("mxfp8_moe: WARNING: ds_mxfp8_moe.enable() was called, but no DeepSpeed engine was created, so nothing "
              "ran in MXFP8. Give Accelerate or the Trainer a DeepSpeed config. Accelerator(cpu=True) makes no engine")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hook that makes the section enough, and the command that runs a script after `enable`."""
+"""The hook that makes the section enough, and what is said where it is off."""
 
 import os
 import subprocess
@@ -8,9 +8,6 @@ import textwrap
 from pathlib import Path
 
 import pytest
-
-from ds_mxfp8_moe import run as run_file
-from tests.support.slow import WIDE
 
 ROOT = Path(__file__).resolve().parents[2]
 # As torch calls it where the package is installed.
@@ -47,12 +44,12 @@ CONVERTED = "mxfp8_moe: 1 of 1 MoE layers converted"
 """
 
 
-def run(code: str, *command: str, **variables: str) -> subprocess.CompletedProcess:
+def run(code: str, **variables: str) -> subprocess.CompletedProcess:
     environment = os.environ | {"DS_MXFP8_MOE_AUTO": "", "DS_ACCELERATOR": "cpu", "RANK": "0", "WORLD_SIZE": "1",
                                 "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
                                 "PYTHONPATH": str(ROOT)} | variables
-    return subprocess.run([sys.executable, *(command or ("-c", textwrap.dedent(code)))], env=environment,
-                          capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=240)
+    return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True,
+                          text=True, stdin=subprocess.DEVNULL, timeout=240)
 
 
 def passed(done: subprocess.CompletedProcess) -> str:
@@ -116,25 +113,3 @@ def test_a_section_that_nothing_read_is_said_once(code, before, after):
     said = passed(run("import deepspeed, torch\n" + UNREAD_ENGINES + code, DS_MXFP8_MOE_AUTO="0"))
     assert [part.count("but nothing read it") for part in said.split("\nend\n")] == [before, after], said
     assert "no DeepSpeed engine was created" not in said
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("as_module", [False, pytest.param(True, marks=WIDE)])
-def test_a_script_after_enable(as_module, tmp_path):
-    script = tmp_path / "train_moe.py"
-    script.write_text(SCRIPT + """
-assert sys.argv[1:] == ["--rate", "3"] and __name__ == "__main__", sys.argv
-said, _ = train(deepspeed.initialize, expert_parallel=EP, mxfp8_moe=OURS)
-print(said)
-""")
-    given = ["-m", "train_moe"] if as_module else [str(script)]
-    done = run("", "-m", "ds_mxfp8_moe.run", *given, "--rate", "3", PYTHONPATH=f"{ROOT}:{tmp_path}")
-    assert "mxfp8_moe: 1 of 1 MoE layers converted" in passed(done)
-
-
-@pytest.mark.parametrize("given, expected", [([], "usage: "), (["nowhere.py"], "nowhere.py: no such script")])
-def test_a_command_without_a_script(monkeypatch, given, expected):
-    monkeypatch.setattr(sys, "argv", ["run.py", *given])
-    monkeypatch.setattr(run_file, "enable", lambda: None)
-    with pytest.raises(SystemExit, match=f"^{expected}"):
-        run_file.main()
