@@ -3,7 +3,6 @@
 
 import atexit
 import inspect
-import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +14,6 @@ import deepspeed
 import deepspeed.comm as dist
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.utils import logger
 
 from ..compat.patches import patched, undo_wraps, wrap
 from ..compat.private_names import missing, say_if_missing
@@ -92,8 +90,6 @@ def _preparing(config: MXFP8MoEConfig, model: torch.nn.Module | None) -> Iterato
         with ExitStack() as stack:
             if config.enabled:
                 _refuse_empty(model)
-                logger.addFilter(_is_news)
-                stack.callback(logger.removeFilter, _is_news)
                 if not say_if_missing("FP8 experts"):
                     stack.enter_context(quantized_experts(model))
             elif holds_experts(model):
@@ -102,11 +98,6 @@ def _preparing(config: MXFP8MoEConfig, model: torch.nn.Module | None) -> Iterato
             yield
     finally:
         _READ.reset(before)
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a line of DeepSpeed's log says more than this package's lines about the layers."""
-    return not record.getMessage().startswith("autoep_size=1 means every rank owns all experts")
 
 
 def _refuse_empty(model: Any) -> None:
