@@ -275,11 +275,6 @@ def _refuse_foreign_code(*modules: torch.nn.Module) -> None:
             raise NotRecognized(f"its {type(module).__name__} has {foreign}, which this path would ignore")
 
 
-def _refuse_replaced_forward(*modules: torch.nn.Module) -> None:
-    if any("forward" in vars(module) for module in modules):
-        raise NotRecognized("the layer's forward method is replaced on the instance")
-
-
 def _refuse_subclass(module: torch.nn.Module, kind: type) -> None:
     if type(module) is not kind:
         raise NotRecognized(f"its {kind.__name__} is a {type(module).__name__}, whose behavior is unknown")
@@ -295,7 +290,8 @@ def _classic_formula(layer: deepspeed_layer.MoE, shared: dict) -> ExpertFormula:
     if groups._get_expert_model_parallel_world_size() > 1 and bwc_tensor_model_parallel_world_size(groups.mpu) > 1:
         raise NotRecognized("its experts are tensor-parallel")
     _refuse_foreign_code(inner.experts, inner.experts.deepspeed_experts)
-    _refuse_replaced_forward(layer, inner)
+    if "forward" in vars(layer) or "forward" in vars(inner):
+        raise NotRecognized("the layer's forward method is replaced on the instance")
     return recognize(inner.experts.deepspeed_experts, inner.gate.wg.in_features, shared)
 
 

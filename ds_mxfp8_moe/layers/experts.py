@@ -21,7 +21,6 @@ from deepspeed.utils import groups
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from ..compute.formula import LowRank
 from ..compute.routing import Routes, round_robin
 from ..ffn.kept_weights import KeptWeights
 from ..ffn.open_ffn import OpenFormula
@@ -86,7 +85,7 @@ class MXFP8Experts(nn.Module):
         ffn = self.mxfp8_settings.ffn(self, x_TH, routes, None)
         frozen = frozen_of(self)
         weights = {"gate": self.w1, "up": self.w3, "down": self.w2} if frozen is None else {}
-        y_TH = ffn(x_TH, placed(self, routes), {**weights, **self.biases()}, self.low_rank(), frozen)
+        y_TH = ffn(x_TH, placed(self, routes), {**weights, **self.biases()}, low_rank(self), frozen)
         return y_TH.reshape(hidden_states.shape)
 
     @tell_peers_on_error
@@ -121,10 +120,6 @@ class MXFP8Experts(nn.Module):
         """What the module computes beside its GEMMs, by its own functions."""
         after = self.post_expert_norm if getattr(self, "has_post_expert_norm", False) else None
         return OpenFormula(self._apply_gate if self.has_gate else self.act_fn, after, not self.layout.is_concatenated)
-
-    def low_rank(self) -> dict[str, LowRank]:
-        """Name of a GEMM ("up" includes the gate) -> the adapter of this rank's experts."""
-        return low_rank(self)
 
     def requires_grad_(self, requires_grad: bool = True) -> nn.Module:
         """Raises RuntimeError if asked to train frozen weights that are held quantized alone."""

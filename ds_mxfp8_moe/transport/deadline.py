@@ -220,7 +220,8 @@ def wait_for_device(done: Callable[[], bool], group: ProcessGroup, where: str, s
             log(f"mxfp8_moe: rank {me} has waited for {now - start:.0f} s in {where}, for one of ranks {peers}. The "
                 f"deadline is at {seconds:.0f} s")
         if now > look:
-            if now > start + seconds or _ask(lambda store: _a_peer_gave_up(store, group)):
+            if now > start + seconds or _ask(lambda store: any(
+                    store.check([_wait_key(group, rank)]) for rank in ranks_of(group))):
                 raise peer_failure(group, where, start, seconds, node_of)
             look = min(now + LOOK_SECONDS, start + seconds)
 
@@ -326,10 +327,6 @@ def _wait_key(group: ProcessGroup, rank: int) -> str:
 
 def _raised_key(rank: int) -> str:
     return f"ds_mxfp8_moe/raised/{rank}"
-
-
-def _a_peer_gave_up(store: Any, group: ProcessGroup) -> bool:
-    return any(store.check([_wait_key(group, rank)]) for rank in ranks_of(group))
 
 
 class Notes(NamedTuple):
