@@ -129,10 +129,8 @@ NAMES = tuple(Row(*row) for row in (
 
     ("FP8 experts", "transformers.integrations.finegrained_fp8:FP8Experts",
      ".down_proj_scale_inv .gate_up_proj_scale_inv"),
-    ("FP8 experts", "transformers.integrations.finegrained_fp8:FP8Linear", ".activation_scale .weight_scale_inv"),
     ("FP8 experts", "transformers.integrations.mxfp4:Mxfp4GptOssExperts",
-     ".down_proj_bias .down_proj_precision_config .gate_up_proj_precision_config .hidden_size .intermediate_size "
-     ".num_experts"),
+     ".down_proj_bias .down_proj_precision_config .gate_up_proj_bias .gate_up_proj_precision_config"),
     ("FP8 experts", "torch.nn:Module", "_apply(self, fn, recurse) ._parameters"),
     ("FP8 experts", _ENGINE, "_cast_module_mixed_precision"),
     ("from_pretrained", "transformers.modeling_utils:PreTrainedModel",
@@ -184,7 +182,7 @@ NAMES = tuple(Row(*row) for row in (
 
     ("exporting", "transformers.core_model_loading", "revert_weight_conversion(model, state_dict)"),
     ("exporting", "peft.tuners.lora.layer:LoraLayer",
-     ".lora_A .lora_bias .lora_embedding_A .lora_variant"),
+     ".lora_bias .lora_variant .scaling"),
     ("exporting", "peft.tuners.lora.layer:Linear", "get_delta_weight(self, adapter)"),
 
     ("loading", _ENGINE,

@@ -91,7 +91,7 @@ def unmerged_adapters(layer: nn.Module) -> list[str]:
     if layer.disable_adapters:
         return []
     return [adapter for adapter in layer.active_adapters if adapter not in layer.merged_adapters
-            and (adapter in layer.lora_A or adapter in layer.lora_embedding_A)]
+            and adapter in layer.scaling]
 
 
 # ---- adapters of spread experts -------------------------------------------------------------------------------------

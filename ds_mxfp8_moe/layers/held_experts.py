@@ -168,7 +168,7 @@ def _of_fp8_experts(rounding: Rounding, source: nn.Module, name: str, first: int
 def _of_mxfp4_experts(rounding: Rounding, source: nn.Module, name: str, first: int, count: int, dtype: torch.dtype,
                       device: torch.device, wanted: str | None) -> FrozenWeights:
     kind = FORMATS.get(wanted, FrozenMXFP4Weights)
-    weights = kind(count, source.hidden_size, source.intermediate_size, dtype, device)
+    weights = kind(count, source.down_proj_bias.shape[1], source.gate_up_proj_bias.shape[1] // 2, dtype, device)
     for gemm, stack in (("up", "gate_up_proj"), ("down", "down_proj")):
         # transformers keeps both in the layout of its kernels, [E, K, N].
         blocks, scales = (one.storage.layout.unswizzle_data(one.storage.data).transpose(-1, -2) for one in (
@@ -225,7 +225,7 @@ def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
 def scales_kept(model: nn.Module) -> Iterator[None]:
     """Around a cast of parameters: scales of FP8 layers keep their dtype. In bf16 they would be other numbers."""
     kept = [(p, p.data) for module in model.modules() if _is(module, "finegrained_fp8", "FP8Linear")
-            for p in (module.weight_scale_inv, module.activation_scale) if p is not None]
+            for name, p in module.named_parameters(recurse=False) if "scale" in name]
     yield
     for parameter, data in kept:
         parameter.data = data
@@ -243,7 +243,7 @@ def say_rounding(rounding: Rounding) -> None:
 def _is(module: nn.Module, file: str, name: str) -> bool:
     """Whether a module is of a class of transformers.integrations, which need not be imported."""
     integration = sys.modules.get(f"transformers.integrations.{file}")
-    return integration is not None and isinstance(module, getattr(integration, name))
+    return integration is not None and isinstance(module, getattr(integration, name, ()))
 
 
 def _stand_in(module: nn.Module, model: nn.Module, rounding: Rounding) -> HeldExperts | None:
@@ -255,8 +255,9 @@ def _stand_in(module: nn.Module, model: nn.Module, rounding: Rounding) -> HeldEx
     if _is(module, "mxfp4", "Mxfp4GptOssExperts"):
         from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-        experts, hidden, ffn = module.num_experts, module.hidden_size, module.intermediate_size
-        shapes = torch.Size((experts, hidden, 2 * ffn)), torch.Size((experts, ffn, hidden))  # as of GptOssExperts
+        (experts, hidden), (_, double) = module.down_proj_bias.shape, module.gate_up_proj_bias.shape
+        # As of GptOssExperts.
+        shapes = torch.Size((experts, hidden, double)), torch.Size((experts, double // 2, hidden))
         return HeldExperts(module, shapes, dtype, module.down_proj_bias.device, partial(_of_mxfp4_experts, rounding),
                            GptOssExperts, has_gate=True, has_bias=True, is_transposed=True, is_concatenated=False,
                            has_post_expert_norm=False)
