@@ -165,7 +165,7 @@ NAMES = tuple(Row(*row) for row in (
      "unscale_and_clip_grads(self, total_norm, ...) ._global_grad_norm"),
     ("sparing the host", "deepspeed.runtime.config:DeepSpeedConfig", ".timers_config"),
     ("keep_quantized_weights", _ENGINE,
-     "_take_model_step zero_optimization_stage .basic_optimizer .zenflow"),
+     "_take_model_step zero_optimization_stage .zenflow"),
     ("graph_attention", _ENGINE,
      "autotp_size zero_optimization_stage .sequence_parallel_size"),
     ("graph_attention", "torch._C:_autograd", "_top_saved_tensors_default_hooks"),

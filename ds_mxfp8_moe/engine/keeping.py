@@ -61,9 +61,9 @@ def keep_quantized_weights(engine: DeepSpeedEngine, config: MXFP8MoEConfig, conv
         _keep(engine, layers)
     else:
         engine._mxfp8.put("first step", _FirstStep(engine, layers))
-    if isinstance(engine.basic_optimizer, torch.optim.Optimizer):  # whose step somebody may call by himself
-        engine._mxfp8.step_hook = engine.basic_optimizer.register_step_post_hook(
-            partial(_after_step, weakref.ref(engine)))
+    own = getattr(engine.optimizer, "optimizer", engine.optimizer)  # without what DeepSpeed has around it
+    if isinstance(own, torch.optim.Optimizer):  # whose step somebody may call by himself
+        engine._mxfp8.step_hook = own.register_step_post_hook(partial(_after_step, weakref.ref(engine)))
 
 
 def _obstacle(engine: DeepSpeedEngine) -> str | None:
