@@ -11,6 +11,7 @@ from ..config import Recipe
 from ..ops.mx_format import E4M3_MAX
 from ..transport import Transport
 from ..transport.timed import Timed
+from .routes import is_recomputed
 
 SAMPLED = 1024  # tokens of a rank
 
@@ -22,7 +23,7 @@ def watch(layer: Any, x_TH: torch.Tensor, routes: Routes, transport: Transport, 
     Call it in training, if the layer's `mxfp8_samples` is an empty list. `chosen_E`: choices of each expert, also
     those that the layer's capacity dropped.
     """
-    timed = Timed(transport) if layer.ep_size > 1 else None
+    timed = Timed(transport, is_recomputed) if layer.ep_size > 1 else None
     layer.mxfp8_samples.append((*sample(x_TH, routes, chosen_E, layer.mxfp8_settings.recipe), timed))
     return timed or transport
 

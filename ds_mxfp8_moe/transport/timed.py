@@ -16,10 +16,13 @@ from . import RowFormat, Transport
 
 
 class Timed(Transport):
-    """Does what `transport` does. Takes the times of the first forward that uses it, and none in backward."""
+    """Does what `transport` does. Takes the times of the forward that uses it, and none in backward.
 
-    def __init__(self, transport: Transport):
-        self.transport, self.name = transport, transport.name
+    `in_backward`: tells whether backward computes a part of the forward again, as with "expert_turns".
+    """
+
+    def __init__(self, transport: Transport, in_backward: Callable[[], bool]):
+        self.transport, self.name, self._in_backward = transport, transport.name, in_backward
         self._plans: list = []
         self._exchanges: list = []
 
@@ -42,14 +45,15 @@ class Timed(Transport):
                 meanwhile()
 
         plan = self.transport.plan(expert_TK, num_local_experts, counted, rows)
-        self._plans.append((begin, ends[0] if ends else _now(expert_TK.device)))
+        if not self._in_backward():
+            self._plans.append((begin, ends[0] if ends else _now(expert_TK.device)))
         return plan
 
     def dispatch(self, plan: Any, x_TH: torch.Tensor, row_format: RowFormat, weight_TK: torch.Tensor | None = None,
                  phase: str = "dispatch") -> tuple:
         begin = _now(x_TH.device)
         result = self.transport.dispatch(plan, x_TH, row_format, weight_TK, phase)
-        if phase == "dispatch":
+        if phase == "dispatch" and not self._in_backward():
             self._exchanges.append((begin, _now(x_TH.device)))
         return result
 
@@ -57,7 +61,7 @@ class Timed(Transport):
                 weight_P: torch.Tensor | None = None, phase: str = "combine") -> tuple:
         begin = _now(y_PH.device)
         result = self.transport.combine(plan, y_PH, row_format, dtype, weight_P, phase)
-        if phase == "combine":
+        if phase == "combine" and not self._in_backward():
             self._exchanges.append((begin, _now(y_PH.device)))
         return result
 

@@ -121,6 +121,25 @@ def test_the_time_for_which_ranks_wait(ranks2, tmp_path):
     assert 200 < figures["1.mlp_exchange_ms"] < 300
 
 
+def times_taken(folder: str, turns: int) -> list[tuple[int, int]]:
+    """How many waits and exchanges each sample of two steps has times of."""
+    samples, plain = [], Timed.__init__
+
+    def init(self, *args):
+        samples.append(self)
+        plain(self, *args)
+
+    with mock.patch.object(Timed, "__init__", init):
+        train_engine(engine({**section(1), "expert_turns": turns}, 1, **monitor(folder)), range(2))
+    return [(len(one._plans), len(one._exchanges)) for one in samples]
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+def test_times_are_those_of_forward_alone(ranks2, tmp_path, turns):
+    """With "expert_turns", backward computes each turn again."""
+    assert ranks2.run(times_taken, str(tmp_path), turns) == [[(turns, 2 * turns)] * 4] * 2
+
+
 def not_finite(stage: int, where: str) -> tuple[list[str], int]:
     """What is said in four steps with a NaN or an infinity, which none of them gets rid of; our hooks at the end."""
     net = engine({"enabled": True}, stage, bf16={"enabled": True})
