@@ -116,10 +116,7 @@ def present_checkpoint(engine: DeepSpeedEngine, checkpoint: dict, load_optimizer
     Raises:
         RuntimeError: the optimizer's states lie in another order than this engine's.
     """
-    sizes = {name: value.numel() for name, value in checkpoint["module"].items() if isinstance(value, torch.Tensor)}
-    groups = [{name: prod(shape) for name, shape in group.items()} for group in checkpoint.get("param_shapes") or ()]
-    for group in groups:
-        sizes |= group  # of parameters that ZeRO-3 has partitioned, the module has no values
+    sizes, groups = _sizes(checkpoint)
     names = EarlierNames(engine.module, sizes)
     if not names.sources and not names.without_place:
         return checkpoint
@@ -138,6 +135,23 @@ def present_checkpoint(engine: DeepSpeedEngine, checkpoint: dict, load_optimizer
     if (frozen := checkpoint.get(FROZEN_PARAM_FRAGMENTS)) is not None:
         changed[FROZEN_PARAM_FRAGMENTS] = names.values(frozen, {})
     return changed
+
+
+def present_buffers(model: nn.Module, checkpoint: dict) -> dict[str, torch.Tensor]:
+    """What a checkpoint has of a model's buffers, by the names that they have in the model's state dict."""
+    names = EarlierNames(model, _sizes(checkpoint)[0])
+    found = names.values(checkpoint["module"], _shapes(model))
+    return {name: found[name] for name, value in model.state_dict(keep_vars=True).items()
+            if name in found and not isinstance(value, nn.Parameter)}
+
+
+def _sizes(checkpoint: dict) -> tuple[dict[str, int], list[dict[str, int]]]:
+    """How many values each tensor of a checkpoint has, by name. And those of the optimizer's groups."""
+    sizes = {name: value.numel() for name, value in checkpoint["module"].items() if isinstance(value, torch.Tensor)}
+    groups = [{name: prod(shape) for name, shape in group.items()} for group in checkpoint.get("param_shapes") or ()]
+    for group in groups:
+        sizes |= group  # of parameters that ZeRO-3 has partitioned, the module has no values
+    return sizes, groups
 
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:

@@ -13,7 +13,6 @@ import inspect
 import os
 import shutil
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,8 @@ from torch.overrides import TorchFunctionMode
 from ..layers.frozen_experts import checksums_of_frozen
 from ..ops.log import log_on_rank_0
 from ..transport.deadline import PeerError, answers_of_all, deadline_for, failure_in_world, tell_peers
-from .earlier_names import folders_found, present_checkpoint
-from .flash_states import as_adamw, fitted, in_full, is_flash
+from .earlier_names import present_checkpoint
+from .flash_states import fitted, in_full
 from .loading import adapt_module, frozen_left_out, hide_mxfp8, name_broken_file, refuse_some_in_mxfp8
 from .manifest import (
     MANIFEST,
@@ -44,6 +43,7 @@ from .manifest import (
     recover,
     write_manifest,
 )
+from .universal import load_universal
 
 PROBE_BYTES = 2**20
 UNTOUCHED = "What was there before is untouched"
@@ -313,10 +313,8 @@ class _Loading:
             with (deadline_for(dist.get_world_group(), self.engine.device, "load_checkpoint"),
                   frozen_left_out(self.engine, self.arguments)):
                 self.copied = self.engine.load_universal_checkpoint()
-                universal, zero = bool(self.copied and tag), self.engine.optimizer
-                with (folders_found(self.engine, self.folder / tag) if universal else nullcontext(),
-                      as_adamw(zero) if universal and is_flash(zero) else nullcontext()):
-                    result = plain()
+                universal = self.copied and tag
+                result = load_universal(self.engine, self.folder / tag, plain) if universal else plain()
         except (PeerError, CheckpointError):
             raise
         except Exception as error:
