@@ -119,20 +119,18 @@ class _Merging(Gather):
 
     Attributes:
         names: of the model's modules.
-        adapted: see `adapted_weights`.
         step: of the training. It decides how merged weights are rounded.
         share: how much of their update rank 0's first experts keep.
     """
 
     names: dict[torch.nn.Module, str]
-    adapted: dict[int, torch.nn.Module]
     step: int
     share: KeptShare = field(default_factory=KeptShare)
 
-    def whole(self, value: torch.Tensor) -> torch.Tensor | None:
-        layer = self.adapted.get(id(value))
-        if layer is None:
-            return super().whole(value)
+    def whole(self, name: str, value: torch.Tensor) -> torch.Tensor | None:
+        layer = self.adapted.get(name)
+        if layer is None or not unmerged_adapters(layer):
+            return super().whole(name, value)
         self.meet()
         with deepspeed.zero.GatheredParameters([p for p in layer.parameters() if hasattr(p, "ds_id")]):
             if not self.keep:

@@ -10,7 +10,7 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import deepspeed
@@ -41,6 +41,7 @@ class Gather:
         to_all: all ranks get them. Else rank 0 gets those of other ranks.
         where: what calls this, for errors.
         meet: called before each exchange, on every rank as often.
+        adapted: see `adapted_weights`. A weight that is tied is gathered once more where it has adapters.
     """
 
     keep: bool
@@ -48,6 +49,7 @@ class Gather:
     to_all: bool = False
     where: str = "saving the model, where rank 0 gathers experts"
     meet: Callable[[], None] = lambda: None
+    adapted: dict[str, torch.nn.Module] = field(default_factory=dict)
 
     def unpartitioned(self, value: torch.Tensor) -> torch.Tensor:
         """A parameter or buffer as it is without ZeRO-3, on every rank."""
@@ -57,8 +59,8 @@ class Gather:
         with deepspeed.zero.GatheredParameters([value]):
             return value.detach().clone()
 
-    def whole(self, value: torch.Tensor) -> torch.Tensor | None:
-        """The same. None where it is not kept."""
+    def whole(self, name: str, value: torch.Tensor) -> torch.Tensor | None:
+        """The same. None where it is not kept. `name`: in the model's state dict."""
         return self._placed(self.unpartitioned(value))
 
     def experts(self, layer: Any, weight: torch.Tensor) -> torch.Tensor | None:
@@ -229,11 +231,13 @@ def tensors(model: torch.nn.Module, gather: Gather, wanted: Wanted) -> Iterator[
         weights = gather.frozen(block) if name in dequantized else own.values()
         for key, tensor in _stacks(block, gather.layer_experts(block, weights)):
             yield f"{name}.experts.{base_prefix(block)}{key}", tensor
-    tied, uses = {}, Counter(map(id, entries.values()))
+    places = {name: (id(value), gather.adapted.get(name)) for name, value in entries.items()}
+    tied, uses = {}, Counter(places.values())
     for name, value in entries.items():
-        tensor = tied[id(value)] if id(value) in tied else gather.whole(value)
-        if uses[id(value)] > 1:
-            tied[id(value)] = tensor
+        place = places[name]
+        tensor = tied[place] if place in tied else gather.whole(name, value)
+        if uses[place] > 1:
+            tied[place] = tensor
         if gather.keep:
             yield name, tensor
 
@@ -262,7 +266,7 @@ def classic_tensors(model: torch.nn.Module, gather: Gather, wanted: Wanted) -> I
         found = CLASSIC_EXPERT.fullmatch(name)
         layer = layers.get(found["layer"]) if found else None
         if layer is None:
-            tensor = gather.whole(value)
+            tensor = gather.whole(name, value)
             if gather.keep:
                 yield name, tensor
             continue

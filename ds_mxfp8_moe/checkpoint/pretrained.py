@@ -146,6 +146,8 @@ def _write_config(model: Published, directory) -> None:
     config = copy.deepcopy(trained.config)
     config.dtype = str(trained.dtype).removeprefix("torch.")
     config.architectures = [type(trained).__name__]
+    if model.names.has_head(trained):  # with adapters on one of two tied weights, they differ
+        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     # transformers reads the first list, and vLLM the second. Scales are float32, so there is no scale_fmt.
     config.quantization_config = {
         "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [TILE, TILE],

@@ -125,6 +125,12 @@ class Names:
     stacked: list[str] = field(default_factory=list)
     experts: dict[str, dict[str, list[str]]] = field(default_factory=dict)
 
+    def has_head(self, model: torch.nn.Module) -> bool:
+        """Whether the weight of the model's output embeddings is among the tensors."""
+        head = model.get_output_embeddings()
+        names = {f"{name}.weight" for name, module in model.named_modules() if module is head}
+        return bool(names & self.others.keys() - self.tied)
+
     def unconverted_modules(self) -> list[str]:
         """The modules of all tensors but experts. One that also holds experts, beside a tensor of its own, is not
         among them."""
@@ -147,7 +153,7 @@ class Published:
     engine: DeepSpeedEngine
     names: Names
     stacks: list[ExpertStack]
-    adapted: dict[int, torch.nn.Module] = field(default_factory=dict)
+    adapted: dict[str, torch.nn.Module] = field(default_factory=dict)
     beside: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def rest(self, gather: Gather) -> Iterator[tuple[str, torch.Tensor]]:
@@ -160,7 +166,7 @@ class Published:
             elif name not in self.names.tied:
                 yield self.names.others.get(name, name), tensor
         for name, value in self.beside.items():
-            tensor = gather.whole(value)
+            tensor = gather.whole(name, value)
             if gather.keep:
                 yield name, tensor
 
@@ -245,7 +251,7 @@ class _Marks(Gather):
     model: torch.nn.Module = None
     known: list[tuple[str, str, int]] = field(default_factory=list)  # layer, role and expert of each number
 
-    def whole(self, value):
+    def whole(self, name, value):
         return torch.empty(getattr(value, "ds_shape", value.shape), dtype=value.dtype, device="meta")
 
     def layer_experts(self, layer, weights):
@@ -279,7 +285,7 @@ def _names(engine: DeepSpeedEngine) -> Names:
     """Of a transformers model."""
     skeleton, layers = skeleton_of(engine.module), dict(expert_blocks(engine.module))
     found = Names(skeleton=skeleton)
-    marks = _Marks(keep=True, on_host=False, model=engine.module)
+    marks = _Marks(keep=True, on_host=False, model=engine.module, adapted=adapted_weights(engine.module))
     own, marked, name_of, tied = skeleton.state_dict(), {}, {}, set()
     for name, mark in _tensors(engine.module, found, marks):
         if id(mark) in name_of:

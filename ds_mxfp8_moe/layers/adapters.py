@@ -289,8 +289,8 @@ def merged_name(name: str, model: nn.Module, prefix: str) -> str | None:
     return re.sub(r"\.(base_layer|modules_to_save\.[^.]+)(?=\.)", "", name)
 
 
-def adapted_weights(model: nn.Module) -> dict[int, nn.Module]:
-    """id of a weight -> PEFT's layer around it, which has adapters that are active and not merged.
+def adapted_weights(model: nn.Module) -> dict[str, nn.Module]:
+    """Name of a weight in the model's state dict -> PEFT's layer around it.
 
     Weights of spread experts are not among them.
 
@@ -303,15 +303,14 @@ def adapted_weights(model: nn.Module) -> dict[int, nn.Module]:
 
     found = {}
     for name, layer in model.named_modules():
-        if not isinstance(layer, LoraLayer) or isinstance(unwrapped(layer), ElsewhereExperts) or (
-                not unmerged_adapters(layer)):
+        if not isinstance(layer, LoraLayer) or isinstance(unwrapped(layer), ElsewhereExperts):
             continue
         adapters = unmerged_adapters(layer)
         odd = [adapter for adapter in adapters if adapter in layer.lora_variant or layer.lora_bias.get(adapter)]
-        if odd or not hasattr(layer, "get_delta_weight"):
+        if odd or adapters and not hasattr(layer, "get_delta_weight"):
             raise RuntimeError(f"{name}: the adapters {adapters} cannot be merged here, since they are more than a "
                                "product of two factors. Save them by ds_mxfp8_moe.save_pretrained(engine, directory), "
                                "and merge them in a process without DeepSpeed")
         weight = layer.get_param() if is_wrapper(layer) else layer.get_base_layer().weight
-        found[id(weight)] = layer
+        found |= {f"{name}.{key}": layer for key, value in layer.named_parameters() if value is weight}
     return found

@@ -255,6 +255,28 @@ def test_merged_weights_do_not_depend_on_ranks_or_calls(ranks2):
     assert ranks2.run(merged_alike) == [True, True]
 
 
+def tied_and_exported(directory, target, stage):
+    """The engine's loss of a text, with an adapter on one of two tied weights."""
+    net = model("qwen3_moe", **SIZES, tie_word_embeddings=True)
+    lora = peft.LoraConfig(r=4, lora_alpha=16, target_modules=[target], init_lora_weights=False)
+    engine = engine_of(peft.get_peft_model(net, lora), stage=stage)
+    with engine.module.disable_adapter():
+        export_weights(engine).close()  # names are found without the adapter, too
+    save_pretrained(engine, directory, "fp8")
+    return held_out_loss(engine)
+
+
+@pytest.mark.parametrize("target, stage", [("embed_tokens", 1), ("lm_head", 3)])
+def test_an_adapter_on_one_of_two_tied_weights(ranks2, tmp_path, target, stage):
+    loss, _ = ranks2.run(tied_and_exported, tmp_path, target, stage)
+    assert held_out_loss(loaded(tmp_path)) == pytest.approx(loss, rel=0.01)
+    base = model("qwen3_moe", torch.bfloat16, **SIZES).model.embed_tokens.weight
+    files = files_of(tmp_path)
+    assert [name for name in ("model.embed_tokens.weight", "lm_head.weight")
+            if not torch.equal(files[name], base)] == [name for name in files if target in name]
+    assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is False
+
+
 def there_and_back(directory):
     """Whether files in FP8 that were loaded for LoRA of attention, and are saved before a step, are the same."""
     save_pretrained(engine_of(small_model("qwen3_moe", **SIZES)), directory / "first", "fp8")
