@@ -100,7 +100,7 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
     load_balance_coeff: float | None = _key(None, gt=0, le=1, allow_inf_nan=False, engine=True)
     metrics: MetricsConfig | None = _key(None, engine=True)
     graph_attention: bool | None = _key(
-        None, origin="decided after the second step, by the form of its calls and the memory that is free")
+        None, origin="decided once two steps have calls of the same form, by the memory that is free")
     scaling_mode: Literal["rceil", "floor"] = _key("rceil", mxfp8=True, debug=True)
     nvlink_sms: int | None = _key(
         None, ge=1, le=1024, readers=("nvlink", ), debug=True, origin="chosen for each exchange")

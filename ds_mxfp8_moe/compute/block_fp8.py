@@ -73,7 +73,7 @@ def from_block_fp8(name: str, weight: torch.Tensor, factors: torch.Tensor, round
         weight: float8_e4m3fn [N, K] or [E, N, K]. K is a multiple of 32.
         factors: `weight_scale_inv`, [ceil(N / 128), ceil(K / 128)] or the same for each expert: float32, bfloat16,
             float16, float8_e8m0fnu, or E8M0 bytes in uint8.
-        rounding: counts what a second rounding changes.
+        rounding: counts what a second rounding changes, of the experts that need it.
         dtype: what the result looks like.
 
     Raises:
@@ -130,7 +130,7 @@ def from_mxfp4(name: str, blocks: torch.Tensor, scales: torch.Tensor, rounding: 
         name: of the weight, for errors.
         blocks: uint8 [N, K / 32, 16] or the same for each expert. The lower half of a byte is the earlier value.
         scales: uint8 [N, K / 32] or the same for each expert.
-        rounding: counts the values that do not fit into their tile.
+        rounding: counts the values that do not fit into their tile, of the experts that have any.
         dtype: what the result looks like.
 
     Raises:
@@ -147,8 +147,10 @@ def from_mxfp4(name: str, blocks: torch.Tensor, scales: torch.Tensor, rounding: 
     is_nan, *may_round = torch.cat([(scales == NAN_SCALE_BYTE).any().view(1), weights.may_round().view(-1)]).tolist()
     if is_nan:
         raise ValueError(f"{name}: one of its scales is NaN (byte 0xFF)")
-    if rounding is not None and any(may_round):
-        rounding.add(weights.values(), casts.unpack_tiles(weights))
+    if rounding is not None:
+        for i in (i for i, rounds in enumerate(may_round) if rounds):
+            one = weights.part(i) if blocks.dim() == 4 else weights
+            rounding.add(one.values(), casts.unpack_tiles(one))
     return weights
 
 

@@ -48,6 +48,10 @@ class MXFP4Weights(NamedTuple):
         values = e2m1_values(self.codes).unflatten(-1, (-1, 32))
         return (values * _power_of_two(self.scale_bytes.int()).unsqueeze(-1)).flatten(-2)
 
+    def part(self, experts: int | slice) -> "MXFP4Weights":
+        """Of some experts of a stack."""
+        return MXFP4Weights(self.codes[experts], self.scale_bytes[experts], self.tile_bytes[experts], self.dtype)
+
     def may_round(self) -> torch.Tensor:
         """Bool [...]: whether a value may be another one in its tile of MXFP8. False: none is.
 

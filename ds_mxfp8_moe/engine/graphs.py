@@ -35,7 +35,8 @@ from ..ops.log import log_on_rank_0
 from .graphed import Call, Form, GraphedAttention, NoGraph, NoGraphYet, captured, form_of
 from .keeping import MOST_OF_FREE, free_bytes
 
-PATIENCE = 20  # steps without a form that lasts, after which attention is left as it is; or without use of the graphs
+# After so many steps without a form that lasts, attention is left as it is. Graphs that so many did not use are freed.
+PATIENCE = 20
 # What comes to a module in a step. A forward may run within a backward (again), while somebody wants to see all that
 # it saves (watched), or without gradients (unsaved).
 FORWARD, AGAIN, WATCHED, UNSAVED, BACKWARD = "forward", "again", "watched", "unsaved", "backward"
@@ -147,9 +148,9 @@ class AttentionGraphs:
     def after_step(self) -> None:
         """Captures graphs once two steps in a row have shown one form of each module's calls. A form that comes in one
         step alone would have graphs for nothing."""
-        calls, before = self._calls, self._forms
+        calls, last_forms = self._calls, self._forms
         self._forms = {module: call.form for module, call in calls.items()}
-        lasting = self._forms == before and self._alike and lasts(self._passes)
+        lasting = self._forms == last_forms and self._alike and lasts(self._passes)
         recomputed = {module for module, kind in self._passes if kind == AGAIN}
         self._forget()
         self._steps += 1

@@ -107,6 +107,7 @@ class Metrics:
             times.append([timed.wait_ms(), timed.exchange_ms(), 1.0] if timed else [0.0, 0.0, 0.0])
         times_L3 = torch.tensor(times, device=self.engine.device)
         sums = torch.cat([*samples, times_L3.flatten()])
+        # The largest of negative times is the shortest: one call for both.
         largest = torch.cat([*amaxes, times_L3[:, 0], torch.where(times_L3[:, 2] > 0, -times_L3[:, 1], -math.inf)])
         with deadline_for(dist.get_world_group(), sums.device, "the sum of the metrics over all ranks"):
             dist.all_reduce(sums)

@@ -198,8 +198,7 @@ class FrozenMXFP4Weights(FrozenWeights):
 def _first(weights: Weights) -> Weights:
     """Those of the first expert, [1, N, K]."""
     if isinstance(weights, MXFP4Weights):
-        codes, scale_bytes, tile_bytes = (buffer[:1] for buffer in weights.buffers)
-        return MXFP4Weights(codes, scale_bytes, tile_bytes, weights.dtype)
+        return weights.part(slice(0, 1))
     return weights[:1] if isinstance(weights, MXTensor) else [part[:1] for part in weights]
 
 

@@ -234,10 +234,10 @@ def scales_kept(model: nn.Module) -> Iterator[None]:
 def say_rounding(rounding: Rounding) -> None:
     """Rank 0 says how many weights are other numbers in MXFP8 than in the file, if any is."""
     if rounding.changed:
-        log_on_rank_0("mxfp8_moe: experts' weights were rounded once more, to one power-of-two scale for each tile "
-                        f"of 128x128: {rounding.changed / rounding.values:.2%} of them changed, SQNR "
-                        f"{rounding.sqnr_db:.1f} dB (31 dB is usual, and as much as FP8 itself costs). The file's "
-                        "scales are no powers of two, or too far apart")
+        log_on_rank_0("mxfp8_moe: weights of some experts were rounded once more, to one power-of-two scale for each "
+                      f"tile of 128x128: {rounding.changed / rounding.values:.2%} of these experts' weights changed, "
+                      f"SQNR {rounding.sqnr_db:.1f} dB (31 dB is usual, and as much as FP8 itself costs). The file's "
+                      "scales are no powers of two, or too far apart")
 
 
 def _is(module: nn.Module, file: str, name: str) -> bool:

@@ -148,12 +148,16 @@ def test_mxfp4_values_that_a_tile_cannot_hold_are_counted():
     blocks, scales = mxfp4((128, 128), 100, 100)
     blocks[0], blocks[1] = 0x77, 0x91  # 6 and 6; 0.5 and -0.5
     scales[0] += 15
+    exact_blocks, exact_scales = mxfp4((128, 128), 100, 100, seed=1)
     rounding = Rounding()
-    tiles = unpack_tiles(from_mxfp4("w", blocks, scales, rounding))
+    both = from_mxfp4("w", torch.stack([exact_blocks, blocks]), torch.stack([exact_scales, scales]), rounding)
+    tiles = unpack_tiles(from_mxfp4("w", blocks, scales))
+    assert torch.equal(unpack_tiles(both).scale_bytes[1], tiles.scale_bytes)
     lookup = torch.tensor([*E2M1, *(-value for value in E2M1)])
     values = torch.stack([lookup[(blocks & 15).int()], lookup[(blocks >> 4).int()]], -1).flatten(-3)
     # The tile's step is now 2^0 of the other blocks: 0.5 and 1.5 lie between two steps.
     assert rounding.changed == (values[1:].abs().remainder(1) == 0.5).sum() > 0
+    assert rounding.values == values.numel()  # of the expert that is not exact
     assert torch.equal(dequantize(tiles, F32)[1:] * 2.0**27, values[1:].round())
 
 

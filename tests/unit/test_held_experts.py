@@ -55,4 +55,4 @@ def test_rank_0_says_what_was_rounded_again(capsys):
     data, factors = torch.full((256, 128), 1.375).to(torch.float8_e4m3fn), torch.full((2, 1), 1.3)
     gate_above_up("w", data, factors, rounding)
     say_rounding(rounding)
-    assert "tile of 128x128: 100.00% of them changed, SQNR" in capsys.readouterr().out
+    assert "tile of 128x128: 100.00% of these experts' weights changed, SQNR" in capsys.readouterr().out
