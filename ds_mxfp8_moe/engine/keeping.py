@@ -81,7 +81,8 @@ class _FirstStep:
 
     Attributes:
         layers: those that could keep weights.
-        calls: how often the first layer ran in training mode, repeats of activation checkpointing included.
+        calls: how often the first layer's weights were multiplied in training mode: in each turn, and in repeats of
+            activation checkpointing.
     """
 
     def __init__(self, engine: DeepSpeedEngine, layers: list):
@@ -91,7 +92,7 @@ class _FirstStep:
             self._hook = layers[0].register_forward_pre_hook(torch.compiler.disable(self._count))
 
     def _count(self, layer: torch.nn.Module, _: Any) -> None:
-        self.calls += layer.training
+        self.calls += layer.training * layer.mxfp8_settings.config.expert_turns
 
     def end(self) -> None:
         """Stops counting."""

@@ -136,6 +136,13 @@ def test_without_the_key_the_first_step_decides(ranks2, layout, free, way, first
     assert (said in results[0][1]) if said else "weights are" not in results[0][1]
 
 
+def test_turns_of_one_micro_batch_share_kept_weights(ranks2):
+    layout = Layout(zero=2, dtype="bf16", steps=3)
+    for ((records, _, counts), (found, _, found_counts)), _ in ranks2.run(decided, layout, expert_turns=2):
+        assert found == records and found_counts == [counts[0], CASTS, CASTS] and counts == [counts[0]] * 3
+        assert counts[0] > CASTS
+
+
 def test_with_less_memory_one_form_is_kept(ranks2):
     layout = replace(ZERO_2, steps=3)
     size = ranks2.run(bytes_of_one_form, layout)[0]
