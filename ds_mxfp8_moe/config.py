@@ -111,7 +111,7 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
         data = _without_debug(data)
         try:
             # Not DeepSpeed's own, which has an argument `strict` and drops "auto" silently.
-            BaseModel.__init__(self, **data)
+            BaseModel.__init__(self, **{printable(key): value for key, value in data.items()})
         except ValidationError as error:
             problems = [_problem(item) for item in error.errors()]
         else:
@@ -126,8 +126,9 @@ class MXFP8MoEConfig(DeepSpeedConfigModel):
             raise ValueError(f"is {shown(patterns)}, expected a list of regular expressions")
         for pattern in patterns:
             try:
+                pattern.encode()  # start-up lines print it
                 re.compile(pattern)
-            except re.error as error:
+            except (re.error, ValueError, OverflowError, RecursionError) as error:
                 raise ValueError(f"has {shown(pattern)}, which is no valid regular expression: {error}") from None
         return tuple(patterns)
 
@@ -240,7 +241,7 @@ def read_ds_config(config: str | os.PathLike | dict) -> dict:
     try:
         read = load_ds_config(os.fspath(config))
     except Exception as error:  # hjson lets through what Python's conversions raise
-        reason, cause = str(error), error
+        reason, cause = printable(error), error
         if not (isinstance(config, (str, os.PathLike)) and os.path.exists(config)):
             # DeepSpeed's error repeats a config in base64, which may hold keys of other services.
             reason, cause = "expected the path of an existing file, a dictionary, or a config in urlsafe base64", None
@@ -314,6 +315,8 @@ def _problem(item: dict) -> str:
         if key in ("expert_parallel", "autoep_size", "ep_size"):
             return (f'"{key}" (given {given}) is no key of this section: AutoEP\'s stand in "expert_parallel" at the '
                     "top level of the config, and a classic layer has MoE(ep_size=...)")
+        if key == "overlap":
+            return f'"{key}" is no key any more: exchanges and GEMMs run one after the other. Leave it out'
         valid_keys = list(MetricsConfig.model_fields if inside else KEYS)
         near = difflib.get_close_matches(key.lower(), valid_keys, n=1, cutoff=0.5)
         meant = f"did you mean {shown(near[0])}? " if near else ""
@@ -329,6 +332,14 @@ def _problem(item: dict) -> str:
 
 
 def shown(value: Any, longest: int = LONGEST_VALUE) -> str:
-    """A value for a message: JSON text, and at most `longest` characters of it."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
+    """A value for a message: JSON text that can be printed, and at most `longest` characters of it."""
+    try:
+        text = printable(json.dumps(value, ensure_ascii=False, default=str))
+    except (TypeError, ValueError, RecursionError):  # keys of other types, endless or deep nesting, 5000 digits
+        return f"a {type(value).__name__} that is no JSON"
     return text if len(text) <= longest else f"{text[:longest]}..."
+
+
+def printable(text: Any) -> str:
+    """The text with \\ud800 and so on in place of halves of surrogate pairs, which no stream can encode."""
+    return str(text).encode(errors="backslashreplace").decode()

@@ -35,6 +35,7 @@ from .config import (
     MXFP8MoEConfig,
     current_device,
     parse,
+    printable,
     read_ds_config,
     resolve,
     shown,
@@ -132,7 +133,7 @@ def print_section(path: str | None, statuses: Sequence[TransportStatus]) -> str 
     except ConfigError as error:
         return str(error)
     finally:
-        _heading(f'section "{SECTION}" of {where}' if path else 'a section {"enabled": true} would mean')
+        _heading(printable(f'section "{SECTION}" of {where}') if path else 'a section {"enabled": true} would mean')
     if path:
         _line("what will happen", what_will_happen(given, config))
     for name, text in section_lines(config, statuses):

@@ -175,7 +175,7 @@ def test_a_config_in_error_is_reported_and_ends_with_1(reported, section, lines)
 
 @pytest.mark.parametrize("around", [
     '"optimizer": true', '"optimizer": {"type": "AdamW", "params": null}', '"gradient_accumulation_steps": []',
-    '"expert_parallel": {"enabled": true, "\\u00e9": 1}', '"expert_paralel\\u00e9": 1'])
+    '"expert_parallel": {"enabled": true, "\\ud800": 1}', '"expert_paralel\\ud800": 1'])
 def test_whatever_the_rest_of_the_config_holds_is_no_traceback(reported, around):
     reported('{"mxfp8_moe": {"enabled": true, "keep_quantized_weights": false}, ' + around + "}").encode()
 
