@@ -68,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                         "uneven routing. FOLDER: output_path and job_name of DeepSpeed's CSV monitor")
     parser.add_argument("--plot", metavar="FILE", help="with --metrics: the picture of the ranks' loads to write")
     args = parser.parse_args(argv)
+    if args.plot and not args.metrics:
+        parser.error("--plot draws what --metrics reads: name the folder by --metrics")
     if args.metrics:
         return print_skew(args.metrics, args.plot)
 
