@@ -2,7 +2,7 @@
 """FlashAdamW of flashoptim by the config and as the user's own optimizer trains as torch's AdamW does. Without a GPU,
 it keeps its moments in float32."""
 
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import ds_mxfp8_moe
-from ds_mxfp8_moe.compat import zero
+from ds_mxfp8_moe.compat import zero, zero_checks
 from ds_mxfp8_moe.config import ConfigError
 from ds_mxfp8_moe.engine.flash_adamw import about_masters
 from tests.support.autoep_models import ds_config, engine_of, model, train_engine, weights
@@ -133,7 +133,9 @@ def test_a_universal_checkpoint_goes_on(ranks2, tmp_path, stage, changes, hows):
 def with_bf16_masters(directory, stage: int, shared: bool) -> tuple:
     """Losses of eight micro-batches with a checkpoint after four of them, weights, whether all masters lie in the
     weights' memory, and how many bytes the checkpoint's optimizer has."""
-    with nullcontext() if shared else mock.patch.object(zero, "_share_masters"):
+    with ExitStack() as stack:
+        for module in () if shared else (zero, zero_checks):
+            stack.enter_context(mock.patch.object(module, "share_masters"))
         engine = started(stage, "by the config", **BF16_MASTERS)
         losses = train_engine(engine, range(4))
         engine.save_checkpoint(directory)
