@@ -146,7 +146,7 @@ def present_buffers(model: nn.Module, checkpoint: dict) -> dict[str, torch.Tenso
 
 
 def _sizes(checkpoint: dict) -> tuple[dict[str, int], list[dict[str, int]]]:
-    """How many values each tensor of a checkpoint has, by name. And those of the optimizer's groups."""
+    """How many values each tensor of a checkpoint has, by name, and the same for each group of the optimizer."""
     sizes = {name: value.numel() for name, value in checkpoint["module"].items() if isinstance(value, torch.Tensor)}
     groups = [{name: prod(shape) for name, shape in group.items()} for group in checkpoint.get("param_shapes") or ()]
     for group in groups:

@@ -99,9 +99,9 @@ def from_block_fp8(name: str, weight: torch.Tensor, factors: torch.Tensor, round
     data, scales = weight, exponents.to(torch.uint8)
     if others := [i for i, same in enumerate(as_they_are.view(-1).tolist()) if not same]:  # one wait for the device
         data = weight.clone(memory_format=torch.contiguous_format)
-        stacks = (one.view(-1, *one.shape[-2:]) for one in (data, scales, factors))
-        for w_NK, of_tiles, its_factors in (matrices for i, matrices in enumerate(zip(*stacks, strict=True))
-                                            if i in others):
+        stacks = [one if weight.dim() == 3 else one[None] for one in (data, scales, factors)]
+        for i in others:  # each alone in float32
+            w_NK, of_tiles, its_factors = (stack[i] for stack in stacks)
             tiles = quantize_again(w_NK.float() * _spread(its_factors, w_NK.shape), rounding, dtype)
             w_NK.copy_(tiles.qdata)
             of_tiles.copy_(tiles.scale_bytes)

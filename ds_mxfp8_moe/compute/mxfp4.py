@@ -53,9 +53,9 @@ class MXFP4Weights(NamedTuple):
         return MXFP4Weights(self.codes[experts], self.scale_bytes[experts], self.tile_bytes[experts], self.dtype)
 
     def may_round(self) -> torch.Tensor:
-        """Bool [...]: whether a value may be another one in its tile of MXFP8. False: none is.
+        """Bool [...]: whether a value may change in its tile of MXFP8. False: none does.
 
-        A value is a multiple of 0.5 times its scale, and in the tile of 2^-9 times the tile's.
+        Values are multiples of half their block's scale. A tile holds multiples of 2^-9 of its own scale.
         """
         N, blocks = self.scale_bytes.shape[-2:]
         tile = self.tile_bytes.repeat_interleave(TILE, -2)[..., :N, :].repeat_interleave(TILE // 32, -1)[..., :blocks]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What uneven routing costs a run, and what "expert_placement": "balanced" would change, from the files of `metrics`.
 
-They are those of DeepSpeed's CSV monitor. `ds_mxfp8_report --metrics FOLDER` prints what `lines` says.
+DeepSpeed's CSV monitor writes these files. `ds_mxfp8_report --metrics FOLDER` prints what `lines` says.
 """
 
 import csv
