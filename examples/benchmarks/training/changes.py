@@ -16,6 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lib.world import on_gpu
 
+# What sdpa may call. Checkpoints that keep its results do not compute it again.
+ATTENTION = [getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}").default for kernel in (
+    "cudnn_attention", "flash_attention", "efficient_attention", "flash_attention_for_cpu")]
 SDPA = {"sdpa, flash": "flash"}  # which of torch's backends; by itself it takes cuDNN's
 OPTIMIZERS = {None: {"torch_adam": True, "fused": True}, "torch AdamW, not fused": {"torch_adam": True},
               "DeepSpeed's AdamW": {}}

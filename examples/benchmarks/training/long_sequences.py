@@ -6,7 +6,8 @@ sequence a step, and activation checkpointing:
 
 - shared: two ranks share a sequence of 128K tokens by DeepSpeed's Ulysses, and its layers' experts. 12 layers, full
   finetuning, ZeRO-1, fused AdamW. Also 32K tokens, and 128K with what checkpoints keep in host memory.
-- LoRA: one rank trains the whole model on a sequence of 128K or 32K tokens, its experts frozen in 8 or 4 bits.
+- LoRA: one rank trains the whole model on a sequence of 128K or 32K tokens, its experts frozen in 8 or 4 bits. With 4
+  bits, checkpoints may keep attention's results, too.
 - longest: how long may a sequence of two ranks be in full finetuning of all layers? By powers of two and the middle
   between two of them, in ZeRO-2, with what checkpoints keep in host memory. AutoEP has torch's fused AdamW; ours has
   FlashAdamW with masters in bf16, and `"expert_turns": 16`. No optimizer is offloaded. Tokens attend to those of their
@@ -134,11 +135,13 @@ def cases(model: str) -> dict[Long, Collection[str]]:
                 liger=not without_liger(MODELS[model]["model_type"]))
     if ranks == 1:
         adapted = replace(case, part=ADAPTED, training=LORA, one_rank_of=1)
-        return {adapted: SECTIONS[ADAPTED], replace(adapted, sequence=case.sequence // 4): (IN_8_BITS, IN_4_BITS)}
+        return {adapted: SECTIONS[ADAPTED], replace(adapted, sequence=case.sequence // 4): (IN_8_BITS, IN_4_BITS),
+                replace(adapted, checkpointing="attention"): (IN_4_BITS, )}
     shared = replace(case, part=SHARED, layers=1 if tiny else 12)
     return {shared: SECTIONS[SHARED], replace(case, part=LONGEST, checkpointing="host"): SECTIONS[LONGEST],
             replace(shared, sequence=case.sequence // 4): (AUTOEP, DEFAULT),
-            replace(shared, checkpointing="host"): (DEFAULT, )}
+            replace(shared, checkpointing="host"): (DEFAULT, ),
+            replace(shared, checkpointing="attention"): (AUTOEP, DEFAULT)}
 
 
 def ds_config(case: Long, contender: str) -> dict:

@@ -7,24 +7,25 @@ from lib import show
 from lib.show import Measure, bar
 
 from . import changes, memory
-from .whole_model_results import AUTOEP, DEFAULT, FULL, IN_4_BITS, IN_8_BITS, LORA, MODELS
+from .whole_model_results import AUTOEP, CHECKPOINTING, DEFAULT, FULL, IN_4_BITS, IN_8_BITS, LORA, MODELS
 
 SHARED, ADAPTED, LONGEST = "shared", LORA, "longest"
 TURNS, IN_TURNS = "ours, default, 4 expert turns", f"{IN_4_BITS}, 4 expert turns"
 HOST_MEMORY = "host memory"
+ATTENTION_KEPT = CHECKPOINTING["attention"]
 SMALLEST = "ours, default, FlashAdamW, 16 expert turns"
+OF_ADAPTER = memory.HELD[FULL] + memory.SPREAD[None]  # bytes of a parameter, with AdamW
 
 
 def states_bytes(row: dict) -> float:
-    """Of a rank: weights, gradients and the optimizer's states, as guides/memory.md counts them."""
-    ranks, part, experts, others = row["case"]["ranks"], row["case"]["part"], row["expert_parameters"], row[
-        "other_parameters"]
-    if part == ADAPTED:
+    """Of a rank: weights, gradients and the optimizer's states, as guides/memory.md counts them, and adapters."""
+    case, ranks = row["case"], row["case"]["ranks"]
+    if case["part"] == ADAPTED:
         held_in = "MXFP8" if row["contender"] == IN_8_BITS else "MXFP4"
-        return memory.FROZEN_EXPERTS[held_in] * experts + memory.HELD[LORA] * others
+        return memory.state_bytes(case["model"], LORA, ranks, ranks, held_in=held_in) + row["trained"] * OF_ADAPTER
     precision = "`FlashAdamW`, masters in bf16" if row["contender"] == SMALLEST else "AdamW"
-    of_expert, held, spread = memory.bytes_of(precision, 2 if part == LONGEST else 1)
-    return of_expert * experts + (held + spread / ranks) * others
+    of_expert, held, spread = memory.bytes_of(precision, 2 if case["part"] == LONGEST else 1)
+    return of_expert * row["expert_parameters"] + (held + spread / ranks) * row["other_parameters"]
 
 
 def split(row: dict) -> dict:
@@ -33,7 +34,11 @@ def split(row: dict) -> dict:
         return {}
     case = row["case"]
     tokens, on_device = case["sequence"] / case["ranks"], "host" not in case["checkpointing"]
-    kept = 2 * case["layers"] * tokens * MODELS[case["model"]]["hidden_size"]
+    keys = MODELS[case["model"]]
+    sizes = [keys["hidden_size"]]
+    if case["checkpointing"] == ATTENTION_KEPT:
+        sizes.append(keys["num_attention_heads"] * keys["head_dim"])
+    kept = 2 * case["layers"] * tokens * sum(sizes)
     states = states_bytes(row)
     rest = row["peak_bytes"] - states - on_device * kept
     return {"peak_gib": row["peak_bytes"] / 2**30, "states_bytes": states, "kept_bytes": kept,
@@ -103,6 +108,8 @@ def needed_bytes(row: dict, sequence: int, ranks: int) -> float:
     model, tokens = row["case"]["model"], sequence / ranks
     keys, on_device = MODELS[model], "host" not in row["case"]["checkpointing"]
     states = memory.state_bytes(model, training, ranks, ranks, optimizer, held_in or "MXFP8")
+    if training == LORA:
+        states += row["trained"] * OF_ADAPTER / ranks
     kept = 2 * keys["num_hidden_layers"] * keys["hidden_size"] * on_device
     return states + tokens * (kept + 2**10 * row["rest_kib"])
 
@@ -111,7 +118,7 @@ def guide_text(result: dict) -> str:
     """How many GPUs a sequence needs by the formula, with `r` as the longest one has it."""
     found: dict[str, dict[int, dict]] = {name: {} for name in PLANS}
     for row in map(lambda row: row | split(row), result["rows"]):
-        if "rest_kib" in row and row["contender"] in PLANS:
+        if "rest_kib" in row and row["contender"] in PLANS and row["case"]["checkpointing"] != ATTENTION_KEPT:
             found[row["contender"]][row["case"]["sequence"]] = row
     lines = []
     for name, rows in found.items():

@@ -46,6 +46,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 from torch.profiler import ProfilerActivity
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -166,7 +167,10 @@ def prepared(model: nn.Module, case: Case) -> nn.Module:
         apply_liger_kernel(model, LIGER[case.liger] | loss)
     changes.change_loss(model, case.loss, case.micro_batches)
     if case.checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False},
+        options: dict = {"use_reentrant": False}
+        if case.checkpointing == "attention":
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, changes.ATTENTION)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options,
                                             offload=case.checkpointing == "host")
         for layer in model.model.layers[::2] if case.checkpointing == "half" else ():
             layer.gradient_checkpointing = False

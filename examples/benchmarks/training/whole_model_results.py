@@ -28,7 +28,7 @@ CHANGES = ("attention", "loss", "optimizer", "compiled", "timer")
 # What a result file says for a value of whole_model.yaml.
 LIGER_TOLD = {False: None, "loss": "Liger's loss", True: "Liger"}
 CHECKPOINTING = {False: None, True: "checkpointing", "half": "checkpointing of every other layer",
-                 "host": "checkpointing, kept on the host"}
+                 "host": "checkpointing, kept on the host", "attention": "checkpointing, attention kept"}
 IN_LAYERS = (EXPERTS, ATTENTION, LINEARS, ELEMENTWISE, IDLE)
 
 
