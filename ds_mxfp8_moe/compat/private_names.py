@@ -169,6 +169,7 @@ NAMES = tuple(Row(*row) for row in (
     ("graph_attention", _ENGINE,
      "autotp_size zero_optimization_stage .sequence_parallel_size"),
     ("graph_attention", "torch._C:_autograd", "_top_saved_tensors_default_hooks"),
+    ("graph_attention", "torch.utils._python_dispatch", "is_in_torch_dispatch_mode"),
     ("graph_attention", "torch:Tensor", "_backward_hooks _version"),
     ("graph_attention", "torch.nn:Module",
      "._backward_hooks ._backward_pre_hooks ._forward_hooks ._forward_pre_hooks ._parameters"),

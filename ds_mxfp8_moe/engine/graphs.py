@@ -27,6 +27,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ..compat.patches import wrap
 from ..compat.private_names import say_if_missing
@@ -84,6 +85,8 @@ def _attend(plain: Callable, module: nn.Module, *args, **kwargs) -> Any:
     """The forward of an attention module."""
     of_a_base = getattr(type(module).forward, "__wrapped__", None) is not plain  # called by the module's own forward
     if of_a_base or torch.compiler.is_compiling() or not module.training or torch.is_autocast_enabled():
+        return plain(module, *args, **kwargs)
+    if is_in_torch_dispatch_mode():  # which looks for operators: selective checkpointing keeps their results
         return plain(module, *args, **kwargs)
     graphs = _GRAPHS.get(module, lambda: None)()
     return plain(module, *args, **kwargs) if graphs is None else graphs.run(module, plain, args, kwargs)
@@ -162,8 +165,8 @@ class AttentionGraphs:
             if self._steps == PATIENCE:
                 self._give_up(f"of {PATIENCE} steps, there were no two in a row in which every call of attention had "
                               "arguments of the same form, and backward came to each call once, the last one first. "
-                              "Micro-batches need the same shape, checkpointing has to recompute layer by layer, and "
-                              "model.config.use_cache to be False")
+                              "Micro-batches need the same shape, checkpointing has to recompute whole layers, one by "
+                              "one, and model.config.use_cache to be False")
             return
         device = get_accelerator()
         device.empty_cache()

@@ -9,6 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tests.support.graph_cases import (
     BF16,
     SLIDING,
+    attention_kept,
     both,
     checkpointed,
     checkpointed_on_the_host,
@@ -46,6 +47,12 @@ def test_graphs_train_alike(gpu_ranks, stage, steps_of, train, dropout):
                                                    attention_dropout=dropout, seconds=120):
         assert lines and all("runs in CUDA graphs" in line for line in lines), lines
         assert losses and weights
+
+
+def test_attention_that_checkpoints_keep_has_no_graphs(gpu_ranks):
+    for losses, weights, lines, _ in gpu_ranks.run(both, attention_kept, "qwen3_moe", 1, 2, BF16, exactly, **SIZES,
+                                                   seconds=120):
+        assert losses and weights and not any("runs in CUDA graphs" in line for line in lines)
 
 
 def test_layers_whose_masks_differ(gpu_ranks):

@@ -19,6 +19,7 @@ from tests.support.engine_cases import enabled
 from tests.support.graph_cases import (
     BF16,
     SLIDING,
+    attention_kept,
     both,
     checkpointed,
     checkpointed_on_the_host,
@@ -75,9 +76,8 @@ def test_graphs_train_alike(ranks2, case):
         assert all("runs in CUDA graphs" in line for line in lines)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("train", [twice, segments])
-def test_two_backwards_and_checkpoints_of_two_layers_run_as_before(ranks2, train):
+@pytest.mark.parametrize("train", slow_except([twice, segments, attention_kept], attention_kept))
+def test_two_backwards_and_checkpoints_that_need_attention_run_as_before(ranks2, train):
     for losses, weights, _, replays in ranks2.run(both, train, "qwen3_moe", 1, 1, BF16):
         assert losses and weights and not replays
 

@@ -3,11 +3,12 @@
 
 import gc
 import weakref
+from functools import partial
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from ds_mxfp8_moe.engine import graphs
 from tests.support.autoep_models import batch, engine
@@ -187,6 +188,15 @@ def checkpointed(net) -> list[torch.Tensor]:
 
 def checkpointed_on_the_host(net) -> list[torch.Tensor]:
     net.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False}, offload=True)
+    return plainly(net)
+
+
+def attention_kept(net) -> list[torch.Tensor]:
+    """Graphs would compute again what these checkpoints keep."""
+    kept = [getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}").default
+            for kernel in ("flash_attention_for_cpu", "flash_attention", "cudnn_attention")]
+    chosen = {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, kept)}
+    net.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=chosen)
     return plainly(net)
 
 
