@@ -228,7 +228,7 @@ SCRIPTS = {
                         dict(DOMAINS=("pydoc", ), APART=2, AVERAGED=2), {"router"}),
     "training.convergence": (study, 2, (), {}, {BF16, "default_128", *convergence.OPTIMIZERS}),
     "training.convergence, own": (own_study, 2, (), {}, {BF16, OWN, YARDSTICK}),
-    "training.long_sequences": (run_script, 2, (), dict(STARTS=dict.fromkeys(long_sequences.STARTS, 1), MOST=2),
+    "training.long_sequences": (run_script, 2, (), dict(START=1, MOST=2),
                                 {whole_model.AUTOEP, whole_model.DEFAULT, long_sequences.SMALLEST}),
     "training.long_sequences, LoRA": (run_script, 1, (), {}, {whole_model.IN_8_BITS, long_sequences.IN_TURNS}),
     "training.from_files": (run_script, 1, (*BRIEF, "--folders", "."), {}, set()),
