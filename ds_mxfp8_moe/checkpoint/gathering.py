@@ -19,7 +19,7 @@ import torch
 from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from ..layers.adapters import base_prefix, is_peft
+from ..layers.adapters import base_prefix, bias_name, is_peft
 from ..layers.experts import ExpertBlock, expert_blocks
 from ..layers.frozen_experts import frozen_layers, frozen_of
 from ..layers.placement import experts_of, in_order
@@ -227,7 +227,7 @@ def tensors(model: torch.nn.Module, gather: Gather, wanted: Wanted) -> Iterator[
                         "saved in the model's dtype, with the values that they compute with")
     for name, block in expert_blocks(model):
         own = {key: entries.pop(f"{name}.experts.{key}", None) for key in SPREAD_NAMES}
-        entries.pop(f"{name}.experts.expert_bias", None)  # of engine/balance.py: transformers has no place for it
+        entries.pop(bias_name(name, block), None)  # transformers has no place for it
         weights = gather.frozen(block) if name in dequantized else own.values()
         for key, tensor in _stacks(block, gather.layer_experts(block, weights)):
             yield f"{name}.experts.{base_prefix(block)}{key}", tensor

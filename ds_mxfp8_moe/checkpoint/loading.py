@@ -8,6 +8,7 @@
 - In ZeRO-3, DeepSpeed gathers all parameters of experts to load them. Of those that every rank has, such as biases, a
   checkpoint has no values there: they are in the optimizer's partitions.
 - Frozen experts that are held quantized are in no checkpoint. They stay as the model was loaded.
+- A run that begins to balance its experts' load has biases that the checkpoint lacks. They begin with zeros.
 - A save that fails, and one that is killed, leave the earlier checkpoint whole.
 
 engine_checkpoints.py does the last of these, and calls what is here for the others.
@@ -18,11 +19,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ..compat.expert_groups import trains_experts
+from ..layers.adapters import bias_name
+from ..layers.experts import expert_blocks
 from ..layers.frozen_experts import frozen_layers
 from ..transport.deadline import tell_peers_on_error
 
@@ -62,8 +66,11 @@ def adapt_module(engine: DeepSpeedEngine, arguments: dict[str, Any]) -> None:
 
     DeepSpeed first loads all parameters, experts from their own files. Then it takes all frozen ones from what rank 0
     saved as frozen. In ZeRO-3, it fetches those that are spread alone.
+
+    Raises:
+        RuntimeError: the checkpoint has biases of "load_balance_coeff", without which experts are chosen otherwise.
     """
-    checkpoint = arguments["checkpoint"]
+    checkpoint = arguments["checkpoint"] = _with_biases(engine, arguments["checkpoint"], arguments["strict"])
     if engine.zero_optimization_stage() == 3:
         if fetched := arguments.get("z3_params_to_fetch"):
             arguments["z3_params_to_fetch"] = [p for p in fetched if is_moe_param(p)]
@@ -71,6 +78,18 @@ def adapt_module(engine: DeepSpeedEngine, arguments: dict[str, Any]) -> None:
         frozen = [name for name, p in engine.module.named_parameters() if not p.requires_grad]
         own = {name: checkpoint["module"][name] for name in frozen if name in checkpoint["module"]}
         arguments["checkpoint"] = {**checkpoint, FROZEN_PARAM_FRAGMENTS: fragments | own}
+
+
+def _with_biases(engine: DeepSpeedEngine, checkpoint: dict[str, Any], strict: bool) -> dict[str, Any]:
+    missing = {}
+    for name, block in expert_blocks(engine.module):
+        bias, own = bias_name(name, block), getattr(block.experts, "expert_bias", None)
+        if own is None and bias in checkpoint["module"] and strict:
+            raise RuntimeError(f'it has the biases of "load_balance_coeff" ({bias}), and this run lacks the key: '
+                               "write it. A value of 1e-9 leaves the biases as they are")
+        if own is not None and bias not in checkpoint["module"]:
+            missing[bias] = torch.zeros_like(own)
+    return {**checkpoint, "module": {**checkpoint["module"], **missing}} if missing else checkpoint
 
 
 @contextmanager

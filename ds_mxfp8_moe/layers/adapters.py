@@ -251,6 +251,11 @@ def base_prefix(layer: nn.Module) -> str:
     return "base_layer." * len(wrappers_of(outermost_wrapper(layer)))
 
 
+def bias_name(name: str, layer: nn.Module) -> str:
+    """What a state dict calls the bias that engine/balance.py adds to the experts of an MoE layer of this name."""
+    return f"{name}.experts.{base_prefix(layer)}expert_bias"
+
+
 def _published(name: str, base: str) -> str:
     """The name in wrapped experts of a tensor in experts that hold their wrappers. `base`: of `base_prefix`."""
     if name.startswith(ADAPTERS):

@@ -12,10 +12,12 @@ import pytest
 import torch
 
 import ds_mxfp8_moe
+from ds_mxfp8_moe.checkpoint.engine_checkpoints import CheckpointError
 from ds_mxfp8_moe.engine import balance
 from ds_mxfp8_moe.routing.padding import PaddingMask
-from tests.support.autoep_models import autoep_layers, batch, engine, train_engine, watch_choices
-from tests.support.slow import WIDE
+from tests.support.adapted_models import adapted
+from tests.support.autoep_models import autoep_layers, batch, engine, engine_of, model, train_engine, watch_choices
+from tests.support.slow import WIDE, slow_except
 from tests.support.spread_checkpoints_cases import to_universal
 
 COEFF = 0.01
@@ -118,6 +120,43 @@ def test_checkpoints_hold_the_biases(ranks2, family, stage, tmp_path, universal)
         assert all(map(torch.equal, kept, loaded)) and all(map(torch.any, kept))
         # From ZeRO-3, universal checkpoints have no step count of Adam.
         assert again == (losses if stage < 3 else pytest.approx(losses, rel=1e-4))
+
+
+def switched_on_and_off(folder: Path, stage: int) -> tuple[bool, list[float], str]:
+    """Whether biases begin with zeros after a checkpoint of a run without them, by how much they then lie off the
+    rule, and the error of a run without them after a checkpoint with them."""
+    without, balanced, other = (engine(section, stage, **ADAM) for section in ({"enabled": True}, SECTION, SECTION))
+    train_engine(without, range(1))
+    without.save_checkpoint(str(folder), tag="without")
+    for net in (balanced, other):
+        train_engine(net, range(1))
+    other.save_checkpoint(str(folder), tag="balanced")
+    balanced.load_checkpoint(str(folder), tag="without")
+    begins_anew = not any(map(torch.any, biases(balanced.module)))
+    found = moves(balanced)
+    assert without.load_checkpoint(str(folder), tag="balanced", load_module_strict=False)[0]
+    with pytest.raises(CheckpointError) as error:
+        without.load_checkpoint(str(folder), tag="balanced")
+    return begins_anew, found, str(error.value)
+
+
+@pytest.mark.parametrize("stage", slow_except([1, 3], 1))
+def test_a_run_that_resumes_may_begin_to_balance_and_must_not_end_it_unseen(ranks2, tmp_path, stage):
+    for begins_anew, found, error in ranks2.run(switched_on_and_off, tmp_path, stage):
+        assert begins_anew and max(found) < 1e-6
+        assert 'has the biases of "load_balance_coeff"' in error and "Nothing was copied" in error
+
+
+def exported(adapters: bool) -> list[str]:
+    net = engine_of(adapted() if adapters else model(), SECTION, 1)
+    train_engine(net, range(1))
+    assert all(map(torch.any, biases(net.module)))
+    return sorted(name for name, _ in ds_mxfp8_moe.export_weights(net))
+
+
+def test_exports_leave_biases_out_where_the_model_has_no_place_for_them(ranks2):
+    plain, merged = (ranks2.run(exported, adapters)[0] for adapters in (False, True))
+    assert plain == merged and not any(name.endswith("expert_bias") for name in plain)
 
 
 def evaluated() -> bool:
