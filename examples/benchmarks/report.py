@@ -105,10 +105,12 @@ def front_page_text(pages: dict, quality: str) -> str:
     """The README, with its bullets, its table of models, and its own figure beside others'."""
     loaded = rows_of(result for _, result in pages[from_files])
     whole = [whole_model.SHOWN.prepared(result) for path, result in pages[whole_model] if "ranks" in path.stem]
-    lead = front_page.lead(*gains(pages[whole_model], pages[train]).values(), loaded)
+    shown = gains(pages[whole_model], pages[train]).values()
+    trainings = [result for module in (whole_model, train) for _, result in pages[module]]
+    added = front_page.added_by_mxfp8(result for result in trainings if "H200" in result["machine"])
+    lead = front_page.lead(*shown, loaded, added)
     text = replaced(README.read_text(), "lead", lead)
-    machines = {result["machine"] for module in (whole_model, train) for _, result in pages[module]}
-    table = compact(front_page.models_table(machines, whole, loaded))
+    table = compact(front_page.models_table(rows_of(trainings), whole, loaded))
     told = textwrap.fill(f"{quality} {front_page.skew(of_four_ranks(pages[train]))}", 119, break_on_hyphens=False)
     text = replaced(text, "measured", f"{table}\n\n{told}")
     by_stem = {path.stem: whole_model.SHOWN.prepared(result) for path, result in pages[whole_model]}

@@ -5,6 +5,8 @@ Every figure says what the experts ran in, and is refused where a result file sa
 expert, a recipe in MXFP8 runs its experts in bf16.
 """
 
+import json
+import statistics
 import textwrap
 from collections.abc import Iterable
 
@@ -95,29 +97,46 @@ def _spread(gains: Iterable[Gain], which: str) -> str:
     return " to ".join(dict.fromkeys(f"{value:.2f}x" for value in (values[0], values[-1])))
 
 
-def lead(full: list[Gain], exchanged: list[Gain], adapted: list[Gain], from_files: Iterable[dict]) -> str:
-    """The README's bullets, and what MXFP8 adds. `from_files`: rows of from_files.py."""
+def lead(full: list[Gain], exchanged: list[Gain], adapted: list[Gain], from_files: Iterable[dict],
+         added: list[float]) -> str:
+    """The README's bullets.
+
+    Args:
+        from_files: rows of from_files.py.
+        added: what `added_by_mxfp8` returns.
+    """
     first, lora, model = full[0], adapted[0], CASES["short"][0]["model"]
     *large, last = _peaks(from_files)
-    split = f"{lora.times(lora.bf16)} the speed of {OVER[lora.over]} in bf16, " if lora.bf16 else ""
+    split = f"in bf16 {lora.times(lora.bf16)} the speed of {OVER[lora.over]}, " if lora.bf16 else ""
     apart = "" if lora.bf16 else "; this package in bf16 was not measured"
-    added = sorted(one.mxfp8 / one.bf16 - 1 for one in (*full, *exchanged, *adapted) if one.bf16 and one.mxfp8)
     bf16_alone = [one.what.split(" shapes")[0] for one in exchanged if not one.mxfp8]
     bullets = [
-        f"**Full fine-tuning of {model}**, one H200 acting as 1 of 8 ranks, no all-to-all: {first.times(first.bf16)} "
-        f"the tokens per second of {OVER[first.over]} in bf16, **{first.times(first.mxfp8)} with MXFP8 experts**, "
-        f"at {first.memory:.0%} of its peak memory.",
-        f"**Expert parallelism on 4 x H200, with the all-to-all**: {_spread(exchanged, 'bf16')} the speed of "
-        f"{OVER[exchanged[0].over]} in bf16, **{_spread(exchanged, 'mxfp8')} with MXFP8 experts**. Synthetic GPT-MoEs "
-        f"with three models' layer shapes; with {' and '.join(bf16_alone)}'s, few tokens per expert keep the default "
-        "recipe in bf16.",
-        f"**LoRA of {model}**, the whole model on one H200, no all-to-all: {split}**{lora.times(lora.mxfp8)} with "
-        f"MXFP8 experts**, at {lora.memory:.0%} of its peak memory{apart}. LoRA peaks at "
-        f"{', '.join(large)} and {last}."]
-    lines = [textwrap.fill(bullet, 119, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
-             for bullet in bullets]
-    both = f"- In the figure's cases, MXFP8 adds {added[0]:.0%} to {added[-1]:.0%} to this package's speed in bf16."
-    return "\n".join([*lines, both])
+        f"**Full fine-tuning of {model}**, one H200 acting as 1 of 8 ranks, no all-to-all: in bf16 "
+        f"{first.times(first.bf16)} the tokens per second of {OVER[first.over]}, **with MXFP8 experts "
+        f"{first.times(first.mxfp8)}**, at {first.memory:.0%} of AutoEP's peak memory.",
+        f"**Expert parallelism on 4 x H200, with the all-to-all**: in bf16 {_spread(exchanged, 'bf16')} the speed of "
+        f"{OVER[exchanged[0].over]}, **with MXFP8 experts {_spread(exchanged, 'mxfp8')}**. Synthetic GPT-MoEs with "
+        f"three models' layer shapes; {' and '.join(bf16_alone)}'s experts get too few tokens for MXFP8 and run in "
+        "bf16.",
+        f"**LoRA of {model}**, the whole model on one H200, no all-to-all: {split}**with MXFP8 experts "
+        f"{lora.times(lora.mxfp8)}**, at {lora.memory:.0%} of its peak memory{apart}. LoRA peaks at "
+        f"{', '.join(large)} and {last}.",
+        f"**MXFP8's own share**: {added[0]:+.0%} to {added[-1]:+.0%} (median {statistics.median(added):+.0%}) over "
+        f"this package's bf16, in {len(added)} trainings on H200s that ran both."]
+    return "\n".join(textwrap.fill(bullet, 119, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
+                     for bullet in bullets)
+
+
+def added_by_mxfp8(results: Iterable[dict]) -> list[float]:
+    """The default recipe's speed over bf16's, less 1, ascending: where both ran, and experts did run in MXFP8."""
+    found = []
+    for result in results:
+        for group in results_file.groups(result):
+            for recipe, bf16 in ((DEFAULT, BF16), (train.HP, train.OURS_BF16)):
+                rows = [group.rows.get(recipe, {}), group.rows.get(bf16, {})]
+                if all(row.get("correct") for row in rows) and rows[0]["experts_in"] == "MXFP8":
+                    found.append(rows[0]["tokens_per_s"] / rows[1]["tokens_per_s"] - 1)
+    return sorted(found)
 
 
 def _peaks(from_files: Iterable[dict]) -> list[str]:
@@ -136,28 +155,32 @@ def _peaks(from_files: Iterable[dict]) -> list[str]:
 # ---- what was measured ----------------------------------------------------------------------------------------------
 
 
-def hardware_lines(machines: Iterable[str], adapted: set[int]) -> list[list[str]]:
+def hardware_lines(rows: Iterable[dict], adapted: set[int]) -> list[list[str]]:
     """What hardware full finetuning and LoRA were measured on.
 
     Args:
-        machines: of the result files of trainings.
+        rows: of the result files of trainings, each with its file's machine.
         adapted: the numbers of H200s of LoRA.
     """
+    rows = [row for row in rows if row["contender"] in (DEFAULT, train.HP) and row["correct"]]
 
     def told(counts: set[int]) -> str:
         return f"✔ {', '.join(map(str, sorted(counts)))} GPU{'s of one host' * (max(counts) > 1)}"
 
-    trained = {gpu: told(of) for gpu in ("H200", "H100")
-               if (of := {int(one.split(" x ")[0]) for one in machines if gpu in one})}
-    return [["H200", trained["H200"], told(adapted)], ["H100", trained.get("H100", "only expert layers"), "no"],
+    def trained(gpu: str) -> str:
+        found = [row for row in rows if gpu in row["machine"]]
+        in_bf16 = all(row["experts_in"] == "bf16" for row in found)
+        return told({row["case"]["ranks"] for row in found}) + ", experts in bf16" * in_bf16
+
+    return [["H200", trained("H200"), told(adapted)], ["H100", trained("H100"), "no"],
             ["Blackwell", "no: kernels compile, but have not been run", "no"]]
 
 
-def models_table(machines: Iterable[str], found: Iterable[dict], from_files: Iterable[dict]) -> str:
+def models_table(trainings: Iterable[dict], found: Iterable[dict], from_files: Iterable[dict]) -> str:
     """Lines for hardware, and one for each model with its speed over DeepSpeed's own way and MXFP8 experts.
 
     Args:
-        machines: of the result files of trainings.
+        trainings: rows of the result files of trainings, each with its file's machine.
         found: prepared results of whole_model.py.
         from_files: rows of from_files.py.
     """
@@ -171,7 +194,7 @@ def models_table(machines: Iterable[str], found: Iterable[dict], from_files: Ite
         values += [row["over_deepspeed"]] if "over_deepspeed" in row else []
     lines = [[model, *("; ".join(f"✔ {where}{_range(values)}" for where, values in of.get(kind, {}).items()) or "no"
                        for kind in (FULL, LORA))] for model, of in cells.items()]
-    hardware = hardware_lines(machines, {row["case"]["ranks"] for row in rows if row["case"]["training"] == LORA})
+    hardware = hardware_lines(trainings, {row["case"]["ranks"] for row in rows if row["case"]["training"] == LORA})
     return show.markdown([*hardware, *lines], ["hardware or model", "full fine-tuning", "LoRA"])
 
 
@@ -196,21 +219,21 @@ def quality(study: dict) -> str:
     found = [row for row in convergence_results.compared(study) if row["contender"] == "default_128"]
     told = ", ".join(f"{row['difference']:+.2%} [{row['low']:+.2%}, {row['high']:+.2%}] at {row['case']['size']}"
                      for row in found)
-    return (f"[Quality](examples/guides/quality.md): {found[0]['pairs']} paired runs of each size. Held-out loss "
+    return (f"[Quality](examples/guides/quality.md), {found[0]['pairs']} paired runs of each size: held-out loss "
             f"differed from bf16 by {told} parameters (95% intervals).")
 
 
 def skew(result: dict) -> str:
     """How much longer a step takes where the busiest rank gets 3 times the mean. `result`: of train.py."""
-    times: dict = {}
-    for row in result["rows"]:
-        if "median_ms" in row:
-            others = tuple(value for key, value in row["case"].items() if key != "routing")
-            times.setdefault((row["contender"], others), {})[row["case"]["routing"]] = row["median_ms"]
-    ours, theirs = (sorted(of["fullest rank 3x"] / of["even"] for (name, _), of in times.items()
-                           if name == wanted and "fullest rank 3x" in of) for wanted in (train.HP, train.AUTOEP))
-    return ("Uneven routing, 4 x H200: with 3 times the mean on one rank, a step takes "
-            f"{ours[0]:.2f}x to {ours[-1]:.2f}x as long (AutoEP: {theirs[0]:.2f}x to {theirs[-1]:.2f}x).")
+    told = []
+    by_case = {json.dumps(group.case, sort_keys=True): group for group in results_file.groups(result)}
+    for group in by_case.values():
+        if group.case["routing"] == "fullest rank 3x":
+            even = by_case[json.dumps({**group.case, "routing": "even"}, sort_keys=True)]
+            ours, theirs = (group.figure(name) / even.figure(name) for name in (train.HP, train.AUTOEP))
+            told.append(f"{ours:.2f}x as long with {SHAPES[group.case['size']]}'s shapes "
+                        f"({group.rows[train.HP]['experts_in']}; AutoEP {theirs:.2f}x)")
+    return f"With 3 times the mean load on one of 4 H200s, a step takes {', '.join(told)}."
 
 
 def own_rates(fastest: dict, smallest: dict, in_4_bits: dict) -> str:
@@ -231,7 +254,8 @@ def own_rates(fastest: dict, smallest: dict, in_4_bits: dict) -> str:
         return f"{rate(row, 'MXFP8'):,.0f}"
 
     return textwrap.fill(
-        f"Ours, MXFP8 experts on one H200 without the all-to-all: {full['case']['model']} {told(full)} tokens/s "
-        f"({full['tokens_per_s_exchange']:,} with a modeled all-to-all), {told(less)} with 8-bit moments at "
-        f"{less['peak_bytes'] / 2**30:.0f} GiB; in LoRA {lora[0]:.0f} GiB, or {lora[1]:.0f} with 4-bit experts; "
-        f"{other['case']['model']} {told(other)} ({other['tokens_per_s_exchange']:,}).", 119, break_on_hyphens=False)
+        f"Ours, MXFP8 experts, one H200 as 1 of 8 ranks, no all-to-all: {full['case']['model']} trains at "
+        f"{told(full)} tokens/s ({full['tokens_per_s_exchange']:,} with a modeled all-to-all), or at {told(less)} in "
+        f"{less['peak_bytes'] / 2**30:.0f} GiB with 8-bit moments; {other['case']['model']} at {told(other)} "
+        f"({other['tokens_per_s_exchange']:,}). LoRA of the whole {full['case']['model']} takes {lora[0]:.0f} GiB, or "
+        f"{lora[1]:.0f} with 4-bit experts.", 119, break_on_hyphens=False)
