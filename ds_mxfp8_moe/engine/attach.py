@@ -23,7 +23,7 @@ from ..ops.log import log_on_rank_0
 from ..ops.op_builder import replay
 from ..transport.agreement import compare_starts
 from ..transport.deadline import answers_of_all
-from .advice import about_enabled, about_expert_parallel, about_keys, about_router_keys
+from .advice import about_expert_parallel, about_keys, about_router_keys
 from .convert import ConversionReport, LayerReport, convert_layers
 from .flash_adamw import about_masters
 from .hooks import engine_of, engines_alive, hook_engine, model_of, remember_engine
@@ -56,9 +56,9 @@ def attach(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> ConversionReport:
         log_on_rank_0(report)
         if held := list(frozen_layers(engine.module).values()):
             log_on_rank_0(f"mxfp8_moe: {_about_frozen([layer.experts.frozen for layer in held])}")
-        _print_advice(about_expert_parallel(engine._config._param_dict, dist.get_world_size()))
-        _print_advice(about_router_keys(engine._config._param_dict, converted_layers(engine.module)))
-        _print_advice(about_keys(config, converted_layers(engine.module)))
+        print_advice(about_expert_parallel(engine._config._param_dict, dist.get_world_size()))
+        print_advice(about_router_keys(engine._config._param_dict, converted_layers(engine.module)))
+        print_advice(about_keys(config, converted_layers(engine.module)))
         for line in about_masters(engine.optimizer):
             log_on_rank_0(f"mxfp8_moe: {line}")
         for layer in converted_layers(engine.module):  # collective over the layers' groups
@@ -69,8 +69,6 @@ def attach(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> ConversionReport:
         balance_whole_sequences(engine)
         if not say_if_missing("loading"):
             engine._mxfp8.checkpoints = Checkpoints(engine)
-    else:
-        _print_advice(about_enabled(config))
     if isinstance(engine, MoEEngine):
         hook_engine(engine, config, report.converted)
     return report
@@ -127,7 +125,7 @@ def _section(config) -> MXFP8MoEConfig:
     return section
 
 
-def _print_advice(lines: list[str]) -> None:
+def print_advice(lines: list[str]) -> None:
     for line in lines:
         log_on_rank_0(f"mxfp8_moe: WARNING: {line}")
 

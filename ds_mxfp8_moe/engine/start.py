@@ -23,10 +23,11 @@ from ..layers.experts import converted_layers
 from ..layers.held_experts import holds_experts, quantized_experts
 from ..ops.log import log_on_rank_0
 from ..transport.agreement import compare_starts
-from .attach import attach
+from .advice import about_enabled
+from .attach import attach, print_advice
 from .flash_adamw import optimizer_of
 from .hooks import engines_alive
-from .moe_engine import make_moe_engine
+from .moe_engine import MoEEngine, make_moe_engine
 
 # Whether `initialize` or `enable` reads the config of the engine that is being made.
 _READ = ContextVar("read", default=False)
@@ -142,7 +143,8 @@ def _say_no_engine() -> None:
 
 def _say_unread() -> None:
     """Says once if an engine's config has the section, but nothing read it."""
-    if _is_rank_0() and any(_asks_for_layers(one) and not converted_layers(one.module) for one in engines_alive()):
+    if _is_rank_0() and any(_asks_for_layers(one) and not isinstance(one, MoEEngine)
+                            and not converted_layers(one.module) for one in engines_alive()):
         atexit.unregister(_say_unread)
         log_on_rank_0(UNREAD)
 
@@ -181,6 +183,8 @@ def _becoming(plain: Callable, engine: DeepSpeedEngine, *args, **kwargs) -> None
         if (whole := bound.arguments.get("config_class")) is not None:
             bound.arguments["optimizer"] = optimizer_of(whole, bound.arguments.get("optimizer"))
             bound.arguments["mpu"] = for_autoep(bound.arguments.get("mpu"), whole.zero_optimization_stage)
+    else:
+        print_advice(about_enabled(config))  # here, since plain AutoEP may end in an error
     plain(*bound.args, **bound.kwargs)
 
 

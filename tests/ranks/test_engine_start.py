@@ -42,6 +42,19 @@ def said_at_start(section):
     return [line for line in out.getvalue().splitlines() if line.startswith("mxfp8_moe")]
 
 
+def said_before_an_error(section):
+    out = io.StringIO()
+    with redirect_stdout(out), pytest.raises(AssertionError, match="requires an optimizer"):
+        ds_mxfp8_moe.initialize(model=torch.nn.Linear(8, 8), config={
+            "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}, "mxfp8_moe": section})
+    return out.getvalue()
+
+
+def test_a_section_that_is_not_enabled_is_said_before_deepspeed_fails(ranks2):
+    first, second = ranks2.run(said_before_an_error, {"recipe": "mxfp8"})
+    assert 'lacks "enabled": true' in first and "mxfp8_moe" not in second
+
+
 @pytest.mark.parametrize("section, message", [
     ({"recipe": "mxfp8"}, 'lacks "enabled": true'), ({"enabled": True}, "no MoE layers found.*expert_parallel")])
 def test_a_section_that_does_nothing_says_so(ranks2, section, message):

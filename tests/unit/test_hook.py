@@ -98,6 +98,13 @@ def made(**section):
 IMPORT_PACKAGE, ENABLE = "import ds_mxfp8_moe\n", "ds_mxfp8_moe.enable()\n"
 UNREAD, OFF = "made(mxfp8_moe={'enabled': True})\n", "made(mxfp8_moe={'enabled': False})\n"
 CLOSED, END = "torch.distributed.destroy_process_group()\n", "print('end')\n"
+FAILED = """
+try:
+    ds_mxfp8_moe.initialize(model=torch.nn.Linear(8, 8), config={
+        "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}, "mxfp8_moe": {"enabled": True}})
+except AssertionError as error:
+    kept = error
+"""
 
 
 @pytest.mark.slow
@@ -107,7 +114,8 @@ CLOSED, END = "torch.distributed.destroy_process_group()\n", "print('end')\n"
     (IMPORT_PACKAGE + UNREAD + ENABLE + END, 0, 1),
     (IMPORT_PACKAGE + OFF + "made()\n" + END, 0, 0),
     (IMPORT_PACKAGE + ENABLE + UNREAD + END, 0, 0),
-], ids=["import after", "import before", "enable after", "no section that is on", "enable before"])
+    (IMPORT_PACKAGE + FAILED + END, 0, 0),
+], ids=["import after", "import before", "enable after", "no section that is on", "enable before", "read, failed"])
 def test_a_section_that_nothing_read_is_said_once(code, before, after):
     """At the import, or else at the exit."""
     said = passed(run("import deepspeed, torch\n" + UNREAD_ENGINES + code, DS_MXFP8_MOE_AUTO="0"))
