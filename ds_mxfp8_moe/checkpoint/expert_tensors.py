@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..compute.block_fp8 import Rounding, above, from_block_fp8, from_mxfp4
+from ..compute.block_fp8 import Rounding, from_block_fp8, from_mxfp4, stack_rows
 from ..compute.formula import DTYPES, gate_then_up
 from ..compute.mx import MXTensor
 from ..compute.mxfp4 import MXFP4Weights
@@ -218,7 +218,7 @@ class ExpertTensors:
                       factors: list[torch.Tensor]) -> MXTensor:
         if len(weights) == len(factors) == 2:
             parts = zip(names, weights, factors, strict=True)
-            return above([from_block_fp8(*part, self._rounding) for part in parts], self._rounding)
+            return stack_rows([from_block_fp8(*part, self._rounding) for part in parts], self._rounding)
         # transformers writes weights of single experts with the scales of a stack, if it has quantized them itself
         for name, weight in zip(names, weights, strict=True):
             if weight.dtype != weights[0].dtype:

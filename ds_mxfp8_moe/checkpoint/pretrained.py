@@ -3,11 +3,13 @@
 
 import copy
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 import deepspeed.comm as dist
+from torch import Tensor
 
 from ..compute.mx import TILE
 from ..layers.adapters import saves_adapters
@@ -89,22 +91,22 @@ def save_pretrained(engine: Any, save_directory: str | os.PathLike, weights: For
 def _write_unquantized(engine, named: Published | None, directory, rank_0: RankZeroWrites, **kwargs) -> None:
     model = engine.module
     held, place = held_model(model)
-    start = f"{place}." if place else ""
+    prefix = f"{place}." if place else ""
     if beside := beside_held(model):
         log_on_rank_0(f"mxfp8_moe: save_pretrained writes the {type(held).__name__} that the {type(model).__name__} "
                         f"holds as {place!r}, and leaves out {len(beside)} tensors beside it "
                         f"({', '.join(list(beside)[:3])}): engine.save_16bit_model writes all of them")
     if adapters := saves_adapters(held):
-        saver, wanted = held, _of_adapters(held)
+        saver, is_saved = held, _saved_with_adapters(held)
     else:
-        saver, wanted = skeleton_of(model), lambda name, value: True
+        saver, is_saved = skeleton_of(model), lambda name, value: True
         vars(saver.config).pop("quantization_config", None)  # of the files that the model was loaded from
     state = whole_state_dict(
-        model, lambda name, value: name.startswith(start) and wanted(name.removeprefix(start), value))
+        model, lambda name, value: name.startswith(prefix) and is_saved(name.removeprefix(prefix), value))
     restore_persistent(engine)
     if dist.get_rank() > 0:
         return
-    state = {name.removeprefix(start): tensor for name, tensor in state.items()}
+    state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
     if not adapters:
         check_complete(state, saver)
     pushed = kwargs.get("push_to_hub", False)
@@ -114,8 +116,8 @@ def _write_unquantized(engine, named: Published | None, directory, rank_0: RankZ
             per_expert.split_experts(folder, named)
 
 
-def _of_adapters(model):
-    """What PEFT may write: everything trained; the adapters, which may be frozen too; resized embeddings."""
+def _saved_with_adapters(model) -> Callable[[str, Tensor], bool]:
+    """Tells by name and value what PEFT may write: what is trained, adapters even if frozen, resized embeddings."""
     parts = [f".{adapter}." for adapter in model.peft_config]
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     embeddings = tuple(f"{name}." for name, module in model.named_modules() if module in ends)

@@ -19,7 +19,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ..compat.private_names import line_about, missing
 from ..compute import casts
-from ..compute.block_fp8 import rows_of
+from ..compute.block_fp8 import slice_rows
 from ..compute.formula import LowRank
 from ..compute.mx import MXTensor
 from ..config import Recipe
@@ -89,7 +89,7 @@ class FrozenRows:
         return torch.Size((E, self.end - self.first, F if self.gemm == "down" else H))
 
     def __getitem__(self, experts: slice) -> MXTensor:
-        return rows_of(self.frozen.tiles(self.gemm, experts, self.adapters), self.first, self.end)
+        return slice_rows(self.frozen.tiles(self.gemm, experts, self.adapters), self.first, self.end)
 
     def plain(self, experts: slice) -> torch.Tensor:
         """Dequantized. A cut through tiles, as where gate ends, rounds nothing."""

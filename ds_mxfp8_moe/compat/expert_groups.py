@@ -26,7 +26,7 @@ from deepspeed.runtime.zero import utils
 
 from .patches import lent
 
-NUMBER = "number"  # key of the twin's groups, since ZeRO steps them one at a time
+NUMBER = "number"  # a group's index in the twin, by which it is known where ZeRO leaves only one group in it
 OWN_KEYS = ("params", "name", "moe", NUMBER)
 
 
@@ -40,13 +40,13 @@ def named_groups(parameters: list) -> list:
     if not all(isinstance(group, dict) for group in parameters) or any(map(is_moe_param_group, parameters)):
         return parameters
     given = [group.get("name") for group in parameters]
-    alone = None not in given and len(set(given)) == len(given)
-    return [{**group, "name": name if alone else str(i)}
+    unique = None not in given and len(set(given)) == len(given)
+    return [{**group, "name": name if unique else str(i)}
             for i, (group, name) in enumerate(zip(parameters, given, strict=True))]
 
 
 def split_groups(parameters: list, stage: int) -> list[dict]:
-    """Returns groups in which experts are apart, as DeepSpeed makes them, as far as this stage of ZeRO takes them.
+    """Returns groups with experts in groups of their own, without those that this stage of ZeRO does not take.
 
     `parameters`: of `named_groups`.
     """
@@ -55,7 +55,9 @@ def split_groups(parameters: list, stage: int) -> list[dict]:
     whole = [{"params": parameters, "name": "dense-params"}]
     groups = parameters if all(isinstance(group, dict) for group in parameters) else whole
     groups = split_params_into_different_moe_groups_for_optimizer(groups)
-    return [group for group in groups if any(p.requires_grad or stage not in (1, 2) for p in group["params"])]
+    if stage in (1, 2):  # which take no group without a trained parameter
+        return [group for group in groups if any(p.requires_grad for p in group["params"])]
+    return [group for group in groups if group["params"]]
 
 
 def split_experts(engine: DeepSpeedEngine, optimizer: Any) -> Any:
@@ -68,9 +70,10 @@ def split_experts(engine: DeepSpeedEngine, optimizer: Any) -> Any:
     if not isinstance(optimizer, torch.optim.Optimizer):
         return lambda parameters: split_experts(engine, optimizer(parameters))
     stage = engine.zero_optimization_stage()
-    if stage == 3 or stage == 0 and not isinstance(optimizer, FusedAdam):
+    needs_groups = stage in (1, 2) or stage == 0 and isinstance(optimizer, FusedAdam)
+    if not needs_groups or any(map(is_moe_param_group, optimizer.param_groups)):
         return optimizer
-    return optimizer if any(map(is_moe_param_group, optimizer.param_groups)) else _with_expert_groups(optimizer, stage)
+    return _with_expert_groups(optimizer, stage)
 
 
 def trains_experts(engine: DeepSpeedEngine) -> bool:

@@ -93,18 +93,18 @@ def from_block_fp8(name: str, weight: torch.Tensor, factors: torch.Tensor, round
         raise ValueError(f"{name} has shape {tuple(weight.shape[-2:])} and scales of shape "
                          f"{tuple(factors.shape[-2:])}; tiles of {TILE}x{TILE} have scales of shape {expected[-2:]}. "
                          "Only this block size is supported")
-    factors, exponents = _factors(factors)
-    # A NaN is equal to nothing. In the data it has no scale that says so yet.
-    as_they_are = (_power_of_two(exponents) == factors).flatten(-2).all(-1) & ~_has_nan(weight)
+    factors, exponents = _as_float32_and_e8m0(factors)
+    # A NaN factor equals nothing. A NaN in the data needs a scale byte that says so.
+    keeps_bytes = (_power_of_two(exponents) == factors).flatten(-2).all(-1) & ~_has_nan(weight)
     data, scales = weight, exponents.to(torch.uint8)
-    if others := [i for i, same in enumerate(as_they_are.view(-1).tolist()) if not same]:  # one wait for the device
+    if inexact := [i for i, keeps in enumerate(keeps_bytes.view(-1).tolist()) if not keeps]:  # one wait for the device
         data = weight.clone(memory_format=torch.contiguous_format)
-        stacks = [one if weight.dim() == 3 else one[None] for one in (data, scales, factors)]
-        for i in others:  # each alone in float32
-            w_NK, of_tiles, its_factors = (stack[i] for stack in stacks)
-            tiles = quantize_again(w_NK.float() * _spread(its_factors, w_NK.shape), rounding, dtype)
-            w_NK.copy_(tiles.qdata)
-            of_tiles.copy_(tiles.scale_bytes)
+        data_ENK, scales_E, factors_E = (one if weight.dim() == 3 else one[None] for one in (data, scales, factors))
+        for i in inexact:  # one expert at a time, since float32 takes four times the memory
+            values_NK = data_ENK[i].float() * _to_each_value(factors_E[i], data_ENK.shape[1:])
+            tiles = quantize_again(values_NK, rounding, dtype)
+            data_ENK[i].copy_(tiles.qdata)
+            scales_E[i].copy_(tiles.scale_bytes)
     return MXTensor(data, scales, TILE, dtype, tiled=True)
 
 
@@ -173,7 +173,7 @@ def quantize_again(values: torch.Tensor | MXTensor, rounding: Rounding | None = 
     return tiles
 
 
-def above(parts: Sequence[MXTensor], rounding: Rounding | None = None) -> MXTensor:
+def stack_rows(parts: Sequence[MXTensor], rounding: Rounding | None = None) -> MXTensor:
     """Tiled matrices [..., N, K], one above the other: gate above up. Bytes stay if all but the last have a multiple
     of 128 rows. Else tiles cross the borders, and all are quantized again."""
     first, uint8 = parts[0], torch.uint8
@@ -184,7 +184,7 @@ def above(parts: Sequence[MXTensor], rounding: Rounding | None = None) -> MXTens
     return first.with_parts(qdata, torch.cat([part.scale_bytes for part in parts], dim=-2))
 
 
-def rows_of(tiles: MXTensor, start: int, stop: int) -> MXTensor:
+def slice_rows(tiles: MXTensor, start: int, stop: int) -> MXTensor:
     """Rows `start` to `stop` of a tiled matrix [..., N, K]: gate or up. Bytes stay if `start` is a multiple of 128.
     Else the rows are quantized again, in tiles that begin at `start`."""
     if start % TILE == 0:
@@ -198,7 +198,7 @@ def tile_grid(shape: Sequence[int]) -> tuple[int, ...]:
     return *shape[:-2], -(-shape[-2] // TILE), -(-shape[-1] // TILE)
 
 
-def _factors(factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _as_float32_and_e8m0(factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Factors in float32, and the E8M0 bytes (int32) of those that are powers of two."""
     if factors.dtype in (torch.uint8, torch.float8_e8m0fnu):
         exponents = factors.view(torch.uint8).int()
@@ -214,8 +214,8 @@ def _has_nan(weight: torch.Tensor) -> torch.Tensor:
     return ((weight.view(torch.uint8) & 0x7F) == 0x7F).flatten(-2).any(-1)
 
 
-def _spread(per_tile: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """[..., ceil(N / 128), ceil(K / 128)] -> [..., N, K]."""
+def _to_each_value(per_tile: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Repeats what each tile has: [..., ceil(N / 128), ceil(K / 128)] -> [..., N, K]."""
     rows = per_tile.repeat_interleave(TILE, dim=-2)[..., :shape[-2], :]
     return rows.repeat_interleave(TILE, dim=-1)[..., :shape[-1]]
 

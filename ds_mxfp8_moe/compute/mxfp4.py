@@ -82,26 +82,29 @@ def quantize(w_NK: torch.Tensor, dtype: torch.dtype = torch.bfloat16,
     blocks = w_NK.detach().float().unflatten(-1, (-1, 32))
     exponent = (blocks.abs().amax(-1).view(torch.int32) & 0x7FFFFFFF) >> 23
     lower = (exponent - 2).clamp(0, 252)
-    found = []
-    for byte in (lower, lower + 1):
+
+    def rounded(byte: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """e2m1 values with this scale byte, and each block's squared error."""
         scale = _power_of_two(byte).unsqueeze(-1)
         values = _nearest(blocks / scale)
-        found.append((values, _sum((values * scale).sub_(blocks).square_())))
-    (values, error), (others, other_error) = found
-    better = other_error < error
-    values = torch.where(better.unsqueeze(-1), others, values)
+        return values, _sum_of_pairs((values * scale).sub_(blocks).square_())
+
+    (values, error), (upper_values, upper_error) = rounded(lower), rounded(lower + 1)
+    takes_upper = upper_error < error
+    byte = lower + takes_upper
+    values = torch.where(takes_upper.unsqueeze(-1), upper_values, values)
     if random_NK is not None:
-        x = blocks / _power_of_two(lower + better).unsqueeze(-1)
+        x = blocks / _power_of_two(byte).unsqueeze(-1)
         size = x.abs().clamp_(max=6)
         step = _step(size)
         values = (size / step).add_(random_NK.unflatten(-1, (-1, 32))).floor_().mul_(step).copysign_(x)
     bits = (values * 2.0**-126).view(torch.int32)
     codes = (bits >> 28 & 8 | bits >> 22 & 7).to(torch.uint8).flatten(-2)
-    byte = (lower + better).masked_fill_(exponent == 255, NAN_SCALE_BYTE).to(torch.uint8)
+    byte = byte.masked_fill_(exponent == 255, NAN_SCALE_BYTE).to(torch.uint8)
     return MXFP4Weights.of(codes[..., 0::2] | codes[..., 1::2] << 4, byte, dtype)
 
 
-def _sum(x: torch.Tensor) -> torch.Tensor:
+def _sum_of_pairs(x: torch.Tensor) -> torch.Tensor:
     """The sum over the last axis, whose size is a power of two. It adds neighbors, so every device gets the same bits.
     """
     while x.shape[-1] > 1:

@@ -87,9 +87,9 @@ class MXFP8MOELayer(MOELayer):
             return ffn(x_TH, routes, weights)
         # Tensor-parallel ranks hold the same tokens: each takes its share, and all get every result.
         T = x_TH.shape[0]
-        share = -T % tensor_parallel
+        padding = (0, 0, 0, -T % tensor_parallel)  # rows, so that all shares have the same size
         pad = torch.nn.functional.pad
-        x_TH, weight_TK = (drop_tokens(pad(v, (0, 0, 0, share)), dim=0) for v in (x_TH, routes.weight_TK))
-        expert_TK = drop_tokens(pad(routes.expert_TK, (0, 0, 0, share), value=-1), dim=0)
+        x_TH, weight_TK = (drop_tokens(pad(v, padding), dim=0) for v in (x_TH, routes.weight_TK))
+        expert_TK = drop_tokens(pad(routes.expert_TK, padding, value=-1), dim=0)
         part = Routes(expert_TK=expert_TK, weight_TK=weight_TK, num_experts=routes.num_experts)
         return gather_tokens(ffn(x_TH, part, weights), dim=0)[:T]

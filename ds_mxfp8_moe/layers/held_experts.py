@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..compat.private_names import missing
-from ..compute.block_fp8 import Rounding, above, from_block_fp8, from_mxfp4
+from ..compute.block_fp8 import Rounding, from_block_fp8, from_mxfp4, stack_rows
 from ..compute.formula import gate_then_up
 from ..compute.mx import TILE, MXTensor
 from ..config import ConfigError
@@ -106,7 +106,7 @@ class HeldExperts(nn.Module):
             getattr(self, name)._is_hf_initialized = True  # so that transformers draws no values for it
 
     def _apply(self, fn: Callable, recurse: bool = True) -> nn.Module:
-        # Another device or dtype for the whole of them would take their memory.
+        # To move or cast the stacks themselves would allocate every value: this does it to their one NaN.
         stacks = [self._parameters.pop(name) for name in self.layout.names]
         super()._apply(fn, recurse)
         self._place(fn(stacks[0][0, 0, 0].detach()), [p.requires_grad for p in stacks])
@@ -148,7 +148,8 @@ def gate_above_up(name: str, data: torch.Tensor, factors: torch.Tensor, rounding
     if rows % TILE == 0 or factors.shape[-2] != 2 * of_each:
         return from_block_fp8(name, data, factors, rounding)
     parts = zip(data.split(rows, dim=-2), factors.split(of_each, dim=-2), strict=True)
-    return above([from_block_fp8(name, part.contiguous(), of_part, rounding) for part, of_part in parts], rounding)
+    return stack_rows([from_block_fp8(name, part.contiguous(), its_factors, rounding) for part, its_factors in parts],
+                      rounding)
 
 
 def _of_fp8_experts(rounding: Rounding, source: nn.Module, name: str, first: int, count: int, dtype: torch.dtype,

@@ -77,10 +77,9 @@ class Choice(TorchFunctionMode):
         return result
 
     def _topk(self, func: Callable, input: torch.Tensor, k: int, dim: int = -1, *args, **kwargs) -> Any:
+        if not self._is_the_choice(input, k, dim):
+            return func(input, k, dim, *args, **kwargs)
         chosen_TK, shape = self._turn.chosen_TK, (*input.shape[:-1], k)
-        if input.shape[-1] != self._experts.num_experts or dim not in (-1, input.dim() - 1) or (
-                input.shape[:-1].numel() != self._num_tokens or chosen_TK is not None and k != chosen_TK.shape[1]):
-            return func(input, k, dim, *args, **kwargs)  # of something else
         masked, free, mask = self._masked if self._masked[0] is input else (None, input, None)
         if self._turn.complete:
             answer = chosen_TK.long().view(shape)
@@ -95,6 +94,13 @@ class Choice(TorchFunctionMode):
         self._answer_TK = answer.view(-1, k)
         # A given expert keeps its score in groups that this model would not choose.
         return torch.return_types.topk((free.gather(-1, answer), answer))
+
+    def _is_the_choice(self, scores: torch.Tensor, k: int, dim: int) -> bool:
+        """Whether this topk is over all experts for all tokens, with as many choices as the routes to replay have."""
+        chosen_TK = self._turn.chosen_TK
+        return (scores.shape[-1] == self._experts.num_experts and dim in (-1, scores.dim() - 1)
+                and scores.shape[:-1].numel() == self._num_tokens
+                and (chosen_TK is None or k == chosen_TK.shape[1]))
 
     @tell_peers_on_error
     def end(self, expert_TK: torch.Tensor) -> None:

@@ -8,11 +8,11 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ds_mxfp8_moe.compute.block_fp8 import (
     Rounding,
-    above,
     from_block_fp8,
     from_mxfp4,
     quantize_again,
-    rows_of,
+    slice_rows,
+    stack_rows,
     tile_grid,
     to_block_fp8,
 )
@@ -175,8 +175,8 @@ def test_mxfp4_of_another_form_is_named():
 @pytest.mark.parametrize("rows", [128, 192])
 def test_gate_above_up_and_apart_again(rows):
     gate, up = (quantize_tiles(random(2, rows, 96, seed=seed)) for seed in (1, 2))
-    both = above([gate, up])
-    again = [rows_of(both, 0, rows), rows_of(both, rows, 2 * rows)]
+    both = stack_rows([gate, up])
+    again = [slice_rows(both, 0, rows), slice_rows(both, rows, 2 * rows)]
     values = torch.cat([dequantize(gate, F32), dequantize(up, F32)], dim=1)
     if rows % 128 == 0:  # bytes stay
         assert same_bytes(again[0], gate) and same_bytes(again[1], up)
