@@ -251,6 +251,17 @@ def read_ds_config(config: str | os.PathLike | dict) -> dict:
     return read
 
 
+def ds_setting(engine: Any, section: str, key: str) -> Any:
+    """A value of an engine's whole DeepSpeed config. None: the config does not have it."""
+    found = engine.config.get(section)
+    return found.get(key) if isinstance(found, dict) else None
+
+
+def is_tensor_parallel(engine: Any) -> bool:
+    """Whether AutoTP splits an engine's model."""
+    return (ds_setting(engine, "tensor_parallel", "autotp_size") or 0) > 1
+
+
 def name_of(config: Any) -> str:
     """A DeepSpeed config for a message: its path, or the first characters of its base64."""
     if not isinstance(config, (str, os.PathLike)):

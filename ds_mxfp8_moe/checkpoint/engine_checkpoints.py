@@ -24,6 +24,7 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.overrides import TorchFunctionMode
 
+from ..config import ds_setting
 from ..layers.frozen_experts import checksums_of_frozen
 from ..ops.log import log_on_rank_0
 from ..transport.deadline import PeerError, answers_of_all, deadline_for, failure_in_world, tell_peers
@@ -147,7 +148,8 @@ def _owner(engine: DeepSpeedEngine) -> int:
 
     Launchers number the ranks of a node in a row.
     """
-    return engine.global_rank - int(os.environ["LOCAL_RANK"]) if engine.use_node_local_storage() else 0
+    each_node = ds_setting(engine, "checkpoint", "use_node_local_storage")
+    return engine.global_rank - int(os.environ["LOCAL_RANK"]) if each_node else 0
 
 
 # ---------------------------------------------------------------- saving
@@ -202,8 +204,7 @@ def _save_checkpoint(engine: DeepSpeedEngine, plain: Callable, given: inspect.Bo
     tag = f"global_step{engine.global_steps}" if arguments["tag"] is None else str(arguments["tag"])
     place, owns = Place(Path(arguments["save_dir"]), tag), engine.global_rank == _owner(engine)
     manifest = {"tag": tag, "step": engine.global_steps, "save_latest": bool(arguments["save_latest"]),
-                "world_size": dist.get_world_size(), "dp_world_size": engine.seq_dp_world_size,
-                "zero_stage": engine.zero_optimization_stage()}
+                "world_size": dist.get_world_size(), "zero_stage": engine.zero_optimization_stage()}
     arguments.update(tag=place.part.name, save_latest=False)
     where, written = f"save_checkpoint, tag {tag!r}", _Written(place.part)
     try:
@@ -292,6 +293,7 @@ class _Loading:
     def __init__(self, engine: DeepSpeedEngine, arguments: dict):
         self.engine, self.arguments, self.copied = engine, arguments, False
         self.folder = Path(arguments["load_dir"])
+        self.universal = bool(ds_setting(engine, "checkpoint", "load_universal"))
 
     def run(self, plain: Callable[[], Any]) -> Any:
         """Loads a checkpoint. Collective over all ranks."""
@@ -312,9 +314,8 @@ class _Loading:
         try:
             with (deadline_for(dist.get_world_group(), self.engine.device, "load_checkpoint"),
                   frozen_left_out(self.engine, self.arguments)):
-                self.copied = self.engine.load_universal_checkpoint()
-                universal = self.copied and tag
-                result = load_universal(self.engine, self.folder / tag, plain) if universal else plain()
+                self.copied = self.universal
+                result = load_universal(self.engine, self.folder / tag, plain) if self.universal and tag else plain()
         except (PeerError, CheckpointError):
             raise
         except Exception as error:
@@ -326,7 +327,7 @@ class _Loading:
         """The tag and the manifest of the checkpoint. None: there is none."""
         tag = self.arguments["tag"]
         if tag is None:
-            tag = read_latest(self.folder, self.engine.load_universal_checkpoint())
+            tag = read_latest(self.folder, self.universal)
         if tag is None:
             return None, None
         tag = str(tag)
@@ -347,12 +348,12 @@ class _Loading:
                     "(frozen_experts, scaling_mode). Start from the same one. If the difference is meant, delete "
                     f'"frozen_experts" from {folder / MANIFEST}')
         needs_same = (engine.zero_optimization_stage() > 0 and self.arguments["load_optimizer_states"]
-                      and not self.arguments["load_module_only"] and not engine.zero_nvme_offload_optimizer())
-        if needs_same and manifest["dp_world_size"] != engine.seq_dp_world_size:
+                      and not self.arguments["load_module_only"])
+        if needs_same and manifest["world_size"] != dist.get_world_size():
             raise RuntimeError(
-                f"{folder} was saved by {manifest['dp_world_size']} data-parallel ranks, and this run has "
-                f"{engine.seq_dp_world_size}, to which ZeRO's optimizer states do not fit: pass "
-                "load_optimizer_states=False, or convert it to a universal checkpoint")
+                f"{folder} was saved by {manifest['world_size']} ranks, and this run has {dist.get_world_size()}, to "
+                "which ZeRO's optimizer states do not fit: pass load_optimizer_states=False, or convert it to a "
+                "universal checkpoint")
         mine = {name: file for name, file in manifest["files"].items()
                 if file["rank"] % dist.get_world_size() == engine.global_rank}
         if damage := find_damage(folder, mine):

@@ -19,6 +19,7 @@ import torch
 from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from ..config import is_tensor_parallel
 from ..layers.adapters import base_prefix, bias_name, is_peft
 from ..layers.experts import ExpertBlock, expert_blocks
 from ..layers.frozen_experts import frozen_layers, frozen_of
@@ -197,9 +198,9 @@ def given_engine(given: Any) -> DeepSpeedEngine:
 
 def refuse_tensor_parallelism(engine: DeepSpeedEngine) -> None:
     """Raises RuntimeError if AutoTP has split the model, which this file does not gather."""
-    if engine.autotp_size() > 1:
-        raise RuntimeError(f"the model is split by tensor parallelism (autotp_size {engine.autotp_size()}), which is "
-                           "not gathered here: use engine.save_checkpoint")
+    if is_tensor_parallel(engine):
+        raise RuntimeError("the model is split by tensor parallelism (autotp_size), which is not gathered here: use "
+                           "engine.save_checkpoint")
 
 
 def skeleton_of(model: torch.nn.Module) -> torch.nn.Module:

@@ -86,8 +86,7 @@ class Row(NamedTuple):
 
 
 NAMES = tuple(Row(*row) for row in (
-    ("import", _ENGINE, "._config"),
-    ("import", "deepspeed.runtime.config:DeepSpeedConfig", "._param_dict"),
+    ("import", _ENGINE, ".config"),
     ("import", "torch:Tensor", "_make_wrapper_subclass"),
     ("import", "torch._ops:OpOverload", "._schema"),
     ("import", "torch:ops.aten", "_unsafe_view"),
@@ -101,30 +100,28 @@ NAMES = tuple(Row(*row) for row in (
     ("classic layers", "deepspeed.moe.sharded_moe:MOELayer",
      "forward(self, input, kwargs) .ep_group .ep_size .exp_counts .experts .gate .l_aux .num_local_experts"),
     ("classic layers", "deepspeed.moe.sharded_moe:TopKGate",
-     "forward(self, input, used_token, ...) .drop_tokens .k .min_capacity .wg"),
+     "forward(self, input, used_token, ...) .min_capacity"),
     ("classic layers", "deepspeed.moe.experts:Experts", ".deepspeed_experts"),
     ("classic layers", "torch.nn:Module",
      "._backward_hooks ._backward_pre_hooks ._forward_hooks ._forward_pre_hooks ._modules ._parameters"),
     ("classic layers", "deepspeed.utils.groups", "_get_expert_model_parallel_world_size mpu"),
 
     ("stacked experts", _ENGINE,
-     "_configure_expert_parallel(self, model, ...) autotp_size get_data_types zero_optimization_stage "
-     ".dont_change_device"),
+     "_configure_expert_parallel(self, model, ...) get_data_types zero_optimization_stage"),
     ("stacked experts", "deepspeed.module_inject.auto_ep:AutoEP",
      "__init__(self, model, config) ep_parser(self) "
      "replace_moe_layers(self, specs, ep_size, ep_rank, collect_sources, on_moe_layer_replaced)"),
     ("stacked experts", "deepspeed.module_inject.auto_ep_layer:ReplacementSourceMap", ".sources .discarded"),
     ("stacked experts", "deepspeed.checkpoint.autoep_affine",
-     "autoep_experts_for_rank autoep_placement_to_affine_map legacy_uniform_autoep_placement_descriptor"),
+     "autoep_placement_to_affine_map legacy_uniform_autoep_placement_descriptor"),
     ("stacked experts", "deepspeed.checkpoint.constants",
      "AFFINE_MAP AUTOEP_EXPERT_PLACEMENT AUTOEP_PARAM_EP_RANK AUTOEP_PARAM_LOCAL_EXPERTS AUTOEP_PARAM_LOGICAL_SHAPE "
      "DS_AUTOEP_UC_META"),
-    ("stacked experts", "deepspeed.utils.groups",
-     "_get_expert_data_parallel_group _get_expert_parallel_group"),
+    ("stacked experts", "deepspeed.utils.groups", "_get_expert_data_parallel_group"),
     ("stacked experts", "transformers.models.mixtral.modeling_mixtral:MixtralExperts", "_apply_gate"),
 
     ("LoRA on experts", "peft.tuners.lora.layer:ParamWrapper",
-     "get_param ._did_swap_in_out_features .num_experts .parameter_name"),
+     "._did_swap_in_out_features .parameter_name"),
     ("LoRA on experts", "peft.tuners.lora.layer:LoraLayer", ".base_layer .lora_A .lora_B .scaling"),
 
     ("FP8 experts", "transformers.integrations.finegrained_fp8:FP8Experts",
@@ -160,14 +157,13 @@ NAMES = tuple(Row(*row) for row in (
 
     ("steps", "torch._C", "_current_autograd_node"),
     ("steps", _ENGINE, "_take_model_step .skipped_steps"),
-    ("clipping", _ENGINE, "clip_fp32_gradients(self) gradient_clipping zero_optimization_stage .has_moe_layers .mpu"),
+    ("clipping", _ENGINE, "clip_fp32_gradients(self) zero_optimization_stage .has_moe_layers .mpu"),
     ("clipping", "deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer",
      "unscale_and_clip_grads(self, total_norm, ...) ._global_grad_norm"),
+    ("sparing the host", _ENGINE, "._config"),
     ("sparing the host", "deepspeed.runtime.config:DeepSpeedConfig", ".timers_config"),
-    ("keep_quantized_weights", _ENGINE,
-     "_take_model_step zero_optimization_stage .zenflow"),
-    ("graph_attention", _ENGINE,
-     "autotp_size zero_optimization_stage .sequence_parallel_size"),
+    ("keep_quantized_weights", _ENGINE, "_take_model_step zero_optimization_stage"),
+    ("graph_attention", _ENGINE, "zero_optimization_stage .sequence_parallel_size"),
     ("graph_attention", "torch._C:_autograd", "_top_saved_tensors_default_hooks"),
     ("graph_attention", "torch.utils._python_dispatch", "is_in_torch_dispatch_mode"),
     ("graph_attention", "torch:Tensor", "_backward_hooks _version"),
@@ -175,21 +171,18 @@ NAMES = tuple(Row(*row) for row in (
      "._backward_hooks ._backward_pre_hooks ._forward_hooks ._forward_pre_hooks ._parameters"),
     ("metrics", _ENGINE, ".global_samples"),
 
-    ("saving", _ENGINE,
-     "_zero3_consolidated_16bit_state_dict autotp_size"),
+    ("saving", _ENGINE, "_zero3_consolidated_16bit_state_dict"),
     ("saving", "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3", "checkpoint_event_epilogue(self)"),
     ("saving", "transformers.core_model_loading", "._weight_conversions"),
     ("saving by Trainer and Accelerate", "transformers.core_model_loading", "revert_weight_conversion"),
 
     ("exporting", "transformers.core_model_loading", "revert_weight_conversion(model, state_dict)"),
-    ("exporting", "peft.tuners.lora.layer:LoraLayer",
-     ".lora_bias .lora_variant .scaling"),
+    ("exporting", "peft.tuners.lora.layer:LoraLayer", ".lora_variant .scaling"),
     ("exporting", "peft.tuners.lora.layer:Linear", "get_delta_weight(self, adapter)"),
 
     ("loading", _ENGINE,
-     "load_module_state_dict(self, checkpoint, ...) _copy_recovery_script(self, save_path) load_universal_checkpoint "
-     "use_node_local_storage zero_nvme_offload_optimizer zero_optimization_stage .checkpoint_engine .has_moe_layers "
-     ".param_names .seq_dp_world_size"),
+     "load_module_state_dict(self, checkpoint, ...) _copy_recovery_script(self, save_path) zero_optimization_stage "
+     ".checkpoint_engine .has_moe_layers .param_names"),
     ("loading", "deepspeed.runtime.checkpoint_engine:TorchCheckpointEngine",
      "load(self, path, ...) makedirs(self, path, exist_ok) "
      "save(self, state_dict, path)"),

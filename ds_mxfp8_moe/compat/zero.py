@@ -64,10 +64,9 @@ def batch_gradients(optimizer: Any, on: bool) -> str | None:
 
 def _copies_alike(optimizer: DeepSpeedZeroOptimizer) -> bool:
     """Whether all gradients go through one bucket of their own dtype. They do unless the config says otherwise."""
-    return (optimizer.contiguous_gradients and optimizer.reduce_scatter and not optimizer.zenflow
-            and not optimizer.use_grad_accum_attribute and list(optimizer.ipg_buckets) == [optimizer.dtype]
-            and optimizer.sequence_parallel_size == 1 and not is_autocast_initialized()
-            and optimizer.autoep_folding_tp_group is None
+    return (optimizer.contiguous_gradients and optimizer.reduce_scatter and not optimizer.use_grad_accum_attribute
+            and list(optimizer.ipg_buckets) == [optimizer.dtype] and optimizer.sequence_parallel_size == 1
+            and not is_autocast_initialized() and optimizer.autoep_folding_tp_group is None
             and "muon" not in type(optimizer.optimizer).__name__.lower())
 
 

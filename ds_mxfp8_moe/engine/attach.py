@@ -56,8 +56,8 @@ def attach(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> ConversionReport:
         log_on_rank_0(report)
         if held := list(frozen_layers(engine.module).values()):
             log_on_rank_0(f"mxfp8_moe: {_about_frozen([layer.experts.frozen for layer in held])}")
-        print_advice(about_expert_parallel(engine._config._param_dict, dist.get_world_size()))
-        print_advice(about_router_keys(engine._config._param_dict, converted_layers(engine.module)))
+        print_advice(about_expert_parallel(engine.config, dist.get_world_size()))
+        print_advice(about_router_keys(engine.config, converted_layers(engine.module)))
         print_advice(about_keys(config, converted_layers(engine.module)))
         for line in about_masters(engine.optimizer):
             log_on_rank_0(f"mxfp8_moe: {line}")

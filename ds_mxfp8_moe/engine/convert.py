@@ -292,6 +292,6 @@ def _classic_formula(layer: deepspeed_layer.MoE, shared: dict) -> ExpertFormula:
     _refuse_foreign_code(inner.experts, inner.experts.deepspeed_experts)
     if "forward" in vars(layer) or "forward" in vars(inner):
         raise NotRecognized("the layer's forward method is replaced on the instance")
-    return recognize(inner.experts.deepspeed_experts, inner.gate.wg.in_features, shared)
+    return recognize(inner.experts.deepspeed_experts, shape_of(next(inner.gate.parameters()))[1], shared)
 
 

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ..compat.patches import wrap
 from ..compat.private_names import say_if_missing
-from ..config import MXFP8MoEConfig
+from ..config import MXFP8MoEConfig, is_tensor_parallel
 from ..ops.log import log_on_rank_0
 from .graphed import Call, Form, GraphedAttention, NoGraph, NoGraphYet, captured, form_of
 from .keeping import MOST_OF_FREE, free_bytes
@@ -70,7 +70,7 @@ def _obstacle(engine: DeepSpeedEngine, attentions: list[nn.Module]) -> str | Non
         return "CUDA graphs need a GPU"
     if engine.zero_optimization_stage() == 3:
         return "ZeRO-3 frees the weights after each call"
-    if engine.autotp_size() > 1 or engine.sequence_parallel_size > 1:
+    if is_tensor_parallel(engine) or engine.sequence_parallel_size > 1:
         return "ranks share the work of an attention module"
     if not attentions:
         return "no module of the model has a class whose name ends with Attention"

@@ -20,7 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ..compat.private_names import say_if_missing
-from ..config import MXFP8MoEConfig
+from ..config import MXFP8MoEConfig, ds_setting
 from ..ffn.kept_weights import KeptWeights
 from ..layers.experts import converted_layers
 from ..layers.frozen_experts import frozen_of
@@ -71,7 +71,7 @@ def _obstacle(engine: DeepSpeedEngine) -> str | None:
         return "the engine has no optimizer, so it does not know when weights change"
     if engine.zero_optimization_stage() == 3:
         return "ZeRO-3 frees the weights after each call"
-    if engine.zenflow:
+    if ds_setting(engine, "zero_optimization", "zenflow"):
         return "ZenFlow changes weights between the optimizer's steps"
     return None
 

@@ -44,7 +44,7 @@ class MoEEngine(DeepSpeedEngine):
         plain = super()._configure_expert_parallel
         if say_if_missing("stacked experts"):
             return plain(model, *args, **kwargs)
-        return spread_experts(self, parse(self._config._param_dict), plain, model, *args, **kwargs)
+        return spread_experts(self, parse(self.config), plain, model, *args, **kwargs)
 
     def _cast_module_mixed_precision(self, *args, **kwargs) -> None:
         with scales_kept(self.module):

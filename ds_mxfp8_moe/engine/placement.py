@@ -19,6 +19,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups
 
 from ..compat import optimizer_parts
+from ..config import ds_setting
 from ..layers.classic import MXFP8MOELayer
 from ..layers.experts import MXFP8Experts
 from ..layers.placement import Placement
@@ -36,7 +37,7 @@ def obstacle(engine: DeepSpeedEngine, layers: Sequence[MXFP8Experts | MXFP8MOELa
     """Why experts of these layers cannot be moved. None: they can."""
     if not engine._mxfp8.steps or not hasattr(engine.optimizer, "step"):
         return "the engine makes no steps of which it knows"
-    if engine.zenflow:
+    if ds_setting(engine, "zero_optimization", "zenflow"):
         return "ZenFlow changes weights between the optimizer's steps"
     trained = any(is_moe_param(p) and p.requires_grad for layer in layers for p in layer.experts.parameters())
     return optimizer_parts.obstacle(engine.optimizer) if trained else None

@@ -30,7 +30,7 @@ from torch import nn
 
 from ..compat.patches import lent
 from ..compute.formula import DTYPES
-from ..config import ConfigError, MXFP8MoEConfig
+from ..config import ConfigError, MXFP8MoEConfig, is_tensor_parallel
 from ..ffn.frozen_weights import FORMATS, FrozenWeights
 from ..layers.adapters import check_adapters, has_adapters, register_factors, take_wrappers, unwrapped
 from ..layers.experts import expert_blocks, let_zero3_reduce, spread
@@ -71,7 +71,7 @@ def spread_experts(engine: DeepSpeedEngine, config: MXFP8MoEConfig, plain: Calla
     if any(expert_blocks(model)):
         raise ConfigError("the model is in an engine already, which has spread its experts over the ranks. Make a new "
                           "model, or go on with the first engine")
-    if engine.autotp_size() > 1 or not any(map(is_stacked, model.modules())):
+    if is_tensor_parallel(engine) or not any(map(is_stacked, model.modules())):
         return plain(model, *args, **kwargs)
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))  # as DeepSpeed does later in the start
     spreading = _Spreading(engine, config)
@@ -79,7 +79,7 @@ def spread_experts(engine: DeepSpeedEngine, config: MXFP8MoEConfig, plain: Calla
         sources = plain(model, *args, **kwargs)
     spreading.end()
     if left := [name for name, one in model.named_modules() if isinstance(one, HeldExperts) and not one.original]:
-        asked = engine._config._param_dict.get("expert_parallel")
+        asked = engine.config.get("expert_parallel")
         raise ConfigError(f"{left[0]} is held quantized alone, and is not spread over the ranks: the section "
                           f'"expert_parallel" is {asked or "missing"}. Write the one that from_pretrained got')
     return sources
@@ -187,18 +187,17 @@ class _Spreading:
         if not held and (self.format is None or not self.config.selects(name) or any(
                 p.requires_grad or size % 32 for p in whole for size in shape_of(p)[1:])):
             return None
-        dtype, device = self._dtype(whole[0]), whole[0].device if self.engine.dont_change_device else self.device
-        count = found.num_experts // ep_size
+        dtype, count = self._dtype(whole[0]), found.num_experts // ep_size
         H, F = shape_of(whole[1])[1:] if not layout.is_transposed else shape_of(whole[1])[:0:-1]
         make, done = partial(self.format or FrozenWeights, count, H, F, dtype, has_gate=layout.has_gate), 0
         frozen = make("meta")
         try:
             if self.failure is None and held:
-                return found.experts.take(f"{name}.experts", ep_rank * count, count, dtype, device,
+                return found.experts.take(f"{name}.experts", ep_rank * count, count, dtype, self.device,
                                           self.config.frozen_experts)
             if self.failure is None:
-                frozen = make(device)
-            for w1, w2, w3 in _one_by_one(layout, whole, count, ep_rank, device):  # collective in ZeRO-3
+                frozen = make(self.device)
+            for w1, w2, w3 in _one_by_one(layout, whole, count, ep_rank, self.device):  # collective in ZeRO-3
                 if self.failure is None:
                     frozen.put(done, w1, w2, w3, self.config.scaling_mode)
                 done += 1

@@ -155,7 +155,7 @@ def _is_rank_0() -> bool:
 
 
 def _asks_for_layers(engine: DeepSpeedEngine) -> bool:
-    section = engine._config._param_dict.get(SECTION)
+    section = engine.config.get(SECTION)
     return isinstance(section, dict) and section.get("enabled") is not False
 
 
@@ -164,7 +164,7 @@ def _reading_the_section(plain: Callable, engine: DeepSpeedEngine, *args, **kwar
     if _READ.get():  # in `initialize`, which does the rest
         return plain(engine, *args, **kwargs)
     given = inspect.signature(plain).bind(engine, *args, **kwargs).arguments
-    config = parse(_config_of(given))
+    config = parse(given.get("config"))
     with _preparing(config, given["model"]):
         _becoming(plain, engine, *args, **kwargs)
     _finish(engine, config)
@@ -174,7 +174,7 @@ def _becoming(plain: Callable, engine: DeepSpeedEngine, *args, **kwargs) -> None
     """Before its start, an engine becomes a MoEEngine, if its config has the section enabled. Without it, a rank still
     compares sections with the other ranks, which would wait for it otherwise."""
     bound = inspect.signature(plain).bind(engine, *args, **kwargs)
-    given = _config_of(bound.arguments)
+    given = bound.arguments.get("config")
     config, experts = parse(given), given.get("expert_parallel") if isinstance(given, dict) else None
     if isinstance(experts, dict) and experts.get("enabled") and missing("stacked experts") is None:
         compare_starts(config.model_dump_json())
@@ -191,11 +191,6 @@ def _becoming(plain: Callable, engine: DeepSpeedEngine, *args, **kwargs) -> None
 def _finish(engine: DeepSpeedEngine, config: MXFP8MoEConfig) -> None:
     atexit.unregister(_say_unread)
     attach(engine, config)
-
-
-def _config_of(given: dict) -> Any:
-    """The config among the arguments of an engine."""
-    return given["config_class"]._param_dict if given.get("config_class") is not None else given.get("config")
 
 
 def _given_config(given: dict) -> Any:

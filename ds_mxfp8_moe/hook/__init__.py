@@ -67,8 +67,7 @@ def _is_asked_for(init, self, args, kwargs):
         given = signature(init).bind(self, *args, **kwargs).arguments
     except TypeError:  # DeepSpeed's own error comes next
         return False
-    parsed = given.get("config_class")
-    config = given.get("config") if parsed is None else parsed._param_dict
+    config = given.get("config")
     if not isinstance(config, dict) or SECTION not in config:
         return False
     section = config[SECTION]

@@ -149,7 +149,7 @@ def named_modules(experts: nn.Module, plain: Callable, memo: set | None, prefix:
 
     The outermost wrapper comes first, under the name of the experts.
     """
-    wrapper, memo = experts._modules.get("adapters"), set() if memo is None else memo
+    wrapper, memo = outermost_wrapper(experts), set() if memo is None else memo
     if wrapper is not None and not (remove_duplicate and experts in memo):
         yield from wrapper.named_modules(memo, prefix, remove_duplicate)
     for name, module in plain(memo, prefix, remove_duplicate):
@@ -189,7 +189,7 @@ def low_rank(experts: nn.Module) -> dict[str, LowRank]:
     """
     gemms = dict(zip(experts.layout.names, ("up", "down"), strict=True))
     found: dict[str, list[LowRank]] = {}
-    for wrapper in wrappers_of(experts._modules.get("adapters")):
+    for wrapper in wrappers_of(outermost_wrapper(experts)):
         for adapter in unmerged_adapters(wrapper):
             gemm = gemms[wrapper.parameter_name]
             found.setdefault(gemm, []).append(_factors(experts, wrapper, adapter, gemm))
@@ -198,7 +198,7 @@ def low_rank(experts: nn.Module) -> dict[str, LowRank]:
 
 def whole_low_rank(experts: nn.Module) -> dict[str, LowRank]:
     """`low_rank` outside a forward, without gradients. Collective in ZeRO-3."""
-    wrapper = experts._modules.get("adapters")
+    wrapper = outermost_wrapper(experts)
     factors = [] if wrapper is None else [p for p in wrapper.parameters() if hasattr(p, "ds_id")]
     with deepspeed.zero.GatheredParameters(factors), torch.no_grad():
         return low_rank(experts)
@@ -207,7 +207,7 @@ def whole_low_rank(experts: nn.Module) -> dict[str, LowRank]:
 def _factors(experts: nn.Module, wrapper: nn.Module, adapter: str, gemm: str) -> LowRank:
     layout = experts.layout
     a, b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
-    a_ERK, b_ENR = (own_part(experts, one) for one in by_expert(layout, wrapper, a, b))
+    a_ERK, b_ENR = (own_part(experts, one) for one in by_expert(layout, wrapper, experts.num_experts, a, b))
     if hasattr(a, "ds_id"):  # ZeRO-3 releases the factors after the call. Views would keep their memory until backward
         a_ERK, b_ENR = (one.clone(memory_format=torch.contiguous_format) for one in (a_ERK, b_ENR))
     if gemm == "up" and not layout.is_concatenated:
@@ -216,10 +216,10 @@ def _factors(experts: nn.Module, wrapper: nn.Module, adapter: str, gemm: str) ->
     return LowRank(a_ERK, b_ENR if scaling == 1 else b_ENR * scaling)
 
 
-def by_expert(layout: Layout, wrapper: nn.Module, a: torch.Tensor, b: torch.Tensor) -> LowRank:
+def by_expert(layout: Layout, wrapper: nn.Module, num_experts: int, a: torch.Tensor, b: torch.Tensor) -> LowRank:
     """The factors of all experts, of a wrapper's `lora_A` [E * R, ...] and `lora_B` [..., R * E]."""
-    a_ERK = a.unflatten(0, (wrapper.num_experts, -1))
-    b_ENR = b.unflatten(1, (-1, wrapper.num_experts)).permute(2, 0, 1)  # the expert is the last of [N, R * E]
+    a_ERK = a.unflatten(0, (num_experts, -1))
+    b_ENR = b.unflatten(1, (-1, num_experts)).permute(2, 0, 1)  # the expert is the last of [N, R * E]
     # PEFT's product of the factors is laid out as the parameter is, [E, out, in] or [E, in, out].
     if getattr(wrapper, "_did_swap_in_out_features", False) == layout.is_transposed:
         a_ERK, b_ENR = b_ENR.transpose(1, 2), a_ERK.transpose(1, 2)
@@ -238,7 +238,7 @@ def joined(factors: list[LowRank]) -> LowRank:
 
 
 def outermost_wrapper(layer: nn.Module) -> nn.Module | None:
-    """The outermost of the wrappers that an MoE layer's experts hold. None: there are none."""
+    """The outermost of the wrappers that experts hold, or those of a layer. None: there are none."""
     experts = getattr(layer, "experts", None)
     return None if experts is None else experts._modules.get("adapters")
 
@@ -310,12 +310,12 @@ def adapted_weights(model: nn.Module) -> dict[str, nn.Module]:
     for name, layer in model.named_modules():
         if not isinstance(layer, LoraLayer) or isinstance(unwrapped(layer), ElsewhereExperts):
             continue
-        adapters = unmerged_adapters(layer)
-        odd = [adapter for adapter in adapters if adapter in layer.lora_variant or layer.lora_bias.get(adapter)]
+        adapters, own = unmerged_adapters(layer), dict(layer.named_parameters())
+        odd = [adapter for adapter in adapters if adapter in layer.lora_variant or f"lora_B.{adapter}.bias" in own]
         if odd or adapters and not hasattr(layer, "get_delta_weight"):
             raise RuntimeError(f"{name}: the adapters {adapters} cannot be merged here, since they are more than a "
                                "product of two factors. Save them by ds_mxfp8_moe.save_pretrained(engine, directory), "
                                "and merge them in a process without DeepSpeed")
-        weight = layer.get_param() if is_wrapper(layer) else layer.get_base_layer().weight
-        found |= {f"{name}.{key}": layer for key, value in layer.named_parameters() if value is weight}
+        weight = getattr(layer.get_base_layer(), layer.parameter_name if is_wrapper(layer) else "weight")
+        found |= {f"{name}.{key}": layer for key, value in own.items() if value is weight}
     return found

@@ -59,14 +59,12 @@ class MXFP8MOELayer(MOELayer):
 
     def _route(self, x_TH: torch.Tensor, used_token) -> Routes:
         """DeepSpeed's own gating, bit for bit; sets l_aux and exp_counts."""
-        # Where it drops no tokens, DeepSpeed's gate reduces the capacity over the ranks.
-        reduces = self.ep_size > 1 and not self.gate.drop_tokens
-        where = f"'gate' of {self.mxfp8_settings.name}"
         # For fewer tokens than its min_capacity, the assert of the top-1 gate would stop this rank. An expert's
         # capacity is at least the number of tokens either way, so no token is dropped for it.
-        fewest = min(self.gate.min_capacity, x_TH.shape[0]) if self.gate.k == 1 else self.gate.min_capacity
+        fewest = min(self.gate.min_capacity, x_TH.shape[0])
+        where = f"'gate' of {self.mxfp8_settings.name}"  # which reduces the capacity over ranks if it drops no tokens
         with (lent(self.gate, "min_capacity", fewest),
-              deadline_for(self.ep_group, x_TH.device, where) if reduces else nullcontext()):
+              deadline_for(self.ep_group, x_TH.device, where) if self.ep_size > 1 else nullcontext()):
             l_aux, _, num_experts, expert_KT, _, weight_KT, exp_counts = self.gate(x_TH, used_token, True, False)
         # A mean over no tokens is NaN. This zero still reaches the gate's weight, so that it gets a gradient.
         self.l_aux = l_aux if x_TH.shape[0] else weight_KT.sum()

@@ -17,7 +17,6 @@ from weakref import ReferenceType
 import torch
 from deepspeed.checkpoint import autoep_affine, constants
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
-from deepspeed.utils import groups
 from torch import nn
 from torch.distributed import ProcessGroup
 
@@ -29,7 +28,7 @@ from ..routing.choices import Choice, run_block
 from ..routing.padding import PaddingMask
 from ..routing.routes import LayerRoutes, is_recomputed
 from ..transport.deadline import tell_peers_on_error
-from .adapters import NO_MERGE, low_rank, named_modules
+from .adapters import NO_MERGE, low_rank, named_modules, outermost_wrapper
 from .classic import MXFP8MOELayer
 from .frozen_experts import dtype_of, frozen_of
 from .placement import Placement, own_part, placed
@@ -114,7 +113,7 @@ class MXFP8Experts(nn.Module):
     @property
     def merges(self) -> bool:
         """Whether it computes with adapters merged into its frozen weights, which are exported so."""
-        return self.mxfp8_settings.config.merge_aware and frozen_of(self) is not None and "adapters" in self._modules
+        return self.mxfp8_settings.config.merge_aware and None not in (frozen_of(self), outermost_wrapper(self))
 
     def open_formula(self) -> OpenFormula:
         """What the module computes beside its GEMMs, by its own functions."""
@@ -136,7 +135,7 @@ class MXFP8Experts(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "base_layer" and "adapters" in self._modules:  # by the name that wrappers have
+            if name == "base_layer" and outermost_wrapper(self) is not None:  # by the name that wrappers have
                 raise RuntimeError(NO_MERGE) from None
             if name in SPREAD_NAMES and (frozen := frozen_of(self)) is not None:
                 raise AttributeError(f"{name} of these experts {frozen.refusal}") from None
@@ -154,6 +153,7 @@ class ExpertBlock:
 
     experts: MXFP8Experts
     num_experts: int
+    ep_group: ProcessGroup | None
     ep_group_name: str
     mxfp8_chooses: bool = False
 
@@ -172,10 +172,10 @@ class ExpertBlock:
         self.experts.requires_grad_(requires_grad)
         return super().requires_grad_(requires_grad)  # type: ignore[misc]
 
-    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False,
-                                  folding_group_handles: Any = None) -> None:
+    def set_deepspeed_parallelism(self, *args, **kwargs) -> None:
         """Takes the group that the engine has made. The engine calls this."""
-        self.ep_group = self.experts.ep_group = groups._get_expert_parallel_group(self.ep_group_name)
+        super().set_deepspeed_parallelism(*args, **kwargs)  # type: ignore[misc]
+        self.experts.ep_group = self.ep_group
 
 
 @cache
@@ -237,11 +237,12 @@ def _mark(parameter: nn.Parameter, block: nn.Module) -> None:
     parameter.group_name = parameter.ds_zero_partition_group_name = block.ep_group_name
     parameter.ds_zero_placement_family = "autoep_expert"
     placement, shape = block.expert_placement_descriptor, [block.num_experts, *parameter.shape[1:]]
+    first = block.ep_rank * block.num_local_experts
     affine_map = autoep_affine.autoep_placement_to_affine_map(placement, shape)
     setattr(parameter, constants.DS_AUTOEP_UC_META, {
         constants.AUTOEP_EXPERT_PLACEMENT: placement, constants.AFFINE_MAP: affine_map.to_dict(),
         constants.AUTOEP_PARAM_LOGICAL_SHAPE: shape, constants.AUTOEP_PARAM_EP_RANK: block.ep_rank,
-        constants.AUTOEP_PARAM_LOCAL_EXPERTS: list(autoep_affine.autoep_experts_for_rank(placement, block.ep_rank))})
+        constants.AUTOEP_PARAM_LOCAL_EXPERTS: [*range(first, first + block.num_local_experts)]})
 
 
 def expert_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

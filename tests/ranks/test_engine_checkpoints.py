@@ -75,6 +75,7 @@ def saves(directory: str) -> dict:
     engine.save_checkpoint(directory, tag="a", save_latest=False)
     told["over a"] = names(directory), read_manifest(directory / "a")["step"], (directory / "a/note.txt").read_text()
     engine._config.use_node_local_storage, engine.local_rank = True, 0  # as on two nodes with one rank each
+    engine.config["checkpoint"] = {"use_node_local_storage": True}
     own = directory.with_name(f"node{dist.get_rank()}")
     with mock.patch.dict(os.environ, LOCAL_RANK="0"):
         engine.save_checkpoint(own)
@@ -164,9 +165,12 @@ def loads(directory: str) -> dict:
         changed_on_rank_0(path.write_bytes, whole)
     failed("no such tag", tag="c")
     told["ranks"] = error_of(engine.load_checkpoint, directory, tag="a" if dist.get_rank() else "c")
-    engine.seq_dp_world_size = 3
+    manifest = directory / "a" / MANIFEST
+    whole = manifest.read_text()
+    dist.barrier()
+    changed_on_rank_0(manifest.write_text, whole.replace('"world_size": 2', '"world_size": 3'))
     failed("other world")
-    engine.seq_dp_world_size = 2
+    changed_on_rank_0(manifest.write_text, whole)
     # What is found without a manifest.
     changed_on_rank_0((directory / "a" / MANIFEST).unlink)
     told["expert alone"] = None
@@ -195,7 +199,7 @@ def test_a_load_that_fails_on_one_rank_fails_on_all_and_changes_nothing(ranks2, 
     assert told == other
     for kind, said in {"expert": "layer_1_expert_7", "optimizer": "zero_pp_rank_1",
                        "no such tag": "no folder for the tag 'c'. It has ['a']",
-                       "other world": "saved by 2 data-parallel ranks, and this run has 3",
+                       "other world": "saved by 3 ranks, and this run has 2",
                        "expert alone": "cannot be read", "other shape": "size mismatch for last.weight",
                        "other name": "last.weight"}.items():
         error, same = told[kind]
