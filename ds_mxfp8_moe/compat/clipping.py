@@ -45,7 +45,7 @@ def clip_whole_model(engine: DeepSpeedEngine) -> None:
     """Clips the gradients of an engine in fp32."""
     params = [p for p in engine.module.parameters() if p.grad is not None]
     dense = get_total_norm([p.grad for p in params if not is_moe_param(p)])
-    clip_grads_with_norm_(params, engine.config["gradient_clipping"], dense.hypot(norm_of_experts(engine.module)))
+    clip_grads_with_norm_(params, engine.gradient_clipping(), dense.hypot(norm_of_experts(engine.module)))
 
 
 def norm_of_experts(model: torch.nn.Module) -> torch.Tensor:

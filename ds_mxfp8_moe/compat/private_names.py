@@ -157,7 +157,7 @@ NAMES = tuple(Row(*row) for row in (
 
     ("steps", "torch._C", "_current_autograd_node"),
     ("steps", _ENGINE, "_take_model_step .skipped_steps"),
-    ("clipping", _ENGINE, "clip_fp32_gradients(self) zero_optimization_stage .has_moe_layers .mpu"),
+    ("clipping", _ENGINE, "clip_fp32_gradients(self) gradient_clipping zero_optimization_stage .has_moe_layers .mpu"),
     ("clipping", "deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer",
      "unscale_and_clip_grads(self, total_norm, ...) ._global_grad_norm"),
     ("sparing the host", _ENGINE, "._config"),
