@@ -78,9 +78,9 @@ class ConversionReport:
 
     def __str__(self) -> str:
         if not self.layers:
-            return ("mxfp8_moe: no MoE layers found, neither deepspeed.moe.layer.MoE nor stacked experts of "
-                    "transformers. These also need DeepSpeed's section "
-                    '"expert_parallel": {"enabled": true, "autoep_size": ...}')
+            return ("mxfp8_moe: WARNING: no MoE layers found, so nothing runs in MXFP8. They are either "
+                    "deepspeed.moe.layer.MoE, or stacked experts of transformers that DeepSpeed's section "
+                    '"expert_parallel": {"enabled": true, "autoep_size": ...} spreads over the ranks')
         of_layers = {layer.name: layer.without_name for layer in self.layers}
         lines = [f"mxfp8_moe: {names} {text}" for names, text in alike(of_layers)]
         lines += [f"mxfp8_moe: WARNING: {pattern!r} in 'include' or 'exclude' matches no MoE layer's whole name"
