@@ -28,6 +28,7 @@ from ..compat.expert_groups import trains_experts
 from ..layers.adapters import bias_name
 from ..layers.experts import expert_blocks
 from ..layers.frozen_experts import frozen_layers
+from ..ops.log import log_on_rank_0
 from ..transport.deadline import tell_peers_on_error
 
 
@@ -81,14 +82,15 @@ def adapt_module(engine: DeepSpeedEngine, arguments: dict[str, Any]) -> None:
 
 
 def _with_biases(engine: DeepSpeedEngine, checkpoint: dict[str, Any], strict: bool) -> dict[str, Any]:
-    missing = {}
-    for name, block in expert_blocks(engine.module):
-        bias, own = bias_name(name, block), getattr(block.experts, "expert_bias", None)
-        if own is None and bias in checkpoint["module"] and strict:
-            raise RuntimeError(f'it has the biases of "load_balance_coeff" ({bias}), and this run lacks the key: '
-                               "write it. A value of 1e-9 leaves the biases as they are")
-        if own is not None and bias not in checkpoint["module"]:
-            missing[bias] = torch.zeros_like(own)
+    blocks = [(bias_name(name, block), getattr(block.experts, "expert_bias", None))
+              for name, block in expert_blocks(engine.module)]
+    if dropped := [bias for bias, own in blocks if own is None and bias in checkpoint["module"]]:
+        text = f'has the biases of "load_balance_coeff" ({dropped[0]}, ...), and this run lacks the key'
+        if strict:
+            raise RuntimeError(f"it {text}: write it. A value of 1e-9 leaves the biases as they are")
+        log_on_rank_0(f"mxfp8_moe: WARNING: the checkpoint {text}: experts are chosen without them")
+    missing = {bias: torch.zeros_like(own) for bias, own in blocks
+               if own is not None and bias not in checkpoint["module"]}
     return {**checkpoint, "module": {**checkpoint["module"], **missing}} if missing else checkpoint
 
 

@@ -122,9 +122,9 @@ def test_checkpoints_hold_the_biases(ranks2, family, stage, tmp_path, universal)
         assert again == (losses if stage < 3 else pytest.approx(losses, rel=1e-4))
 
 
-def switched_on_and_off(folder: Path, stage: int) -> tuple[bool, list[float], str]:
+def switched_on_and_off(folder: Path, stage: int) -> tuple[bool, list[float], str, str]:
     """Whether biases begin with zeros after a checkpoint of a run without them, by how much they then lie off the
-    rule, and the error of a run without them after a checkpoint with them."""
+    rule, and what a run without them says and raises when it loads a checkpoint with them."""
     without, balanced, other = (engine(section, stage, **ADAM) for section in ({"enabled": True}, SECTION, SECTION))
     train_engine(without, range(1))
     without.save_checkpoint(str(folder), tag="without")
@@ -134,16 +134,18 @@ def switched_on_and_off(folder: Path, stage: int) -> tuple[bool, list[float], st
     balanced.load_checkpoint(str(folder), tag="without")
     begins_anew = not any(map(torch.any, biases(balanced.module)))
     found = moves(balanced)
-    assert without.load_checkpoint(str(folder), tag="balanced", load_module_strict=False)[0]
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert without.load_checkpoint(str(folder), tag="balanced", load_module_strict=False)[0]
     with pytest.raises(CheckpointError) as error:
         without.load_checkpoint(str(folder), tag="balanced")
-    return begins_anew, found, str(error.value)
+    return begins_anew, found, said.getvalue(), str(error.value)
 
 
 @pytest.mark.parametrize("stage", slow_except([1, 3], 1))
 def test_a_run_that_resumes_may_begin_to_balance_and_must_not_end_it_unseen(ranks2, tmp_path, stage):
-    for begins_anew, found, error in ranks2.run(switched_on_and_off, tmp_path, stage):
+    for rank, (begins_anew, found, said, error) in enumerate(ranks2.run(switched_on_and_off, tmp_path, stage)):
         assert begins_anew and max(found) < 1e-6
+        assert ("experts are chosen without them" in said) == (rank == 0)
         assert 'has the biases of "load_balance_coeff"' in error and "Nothing was copied" in error
 
 
