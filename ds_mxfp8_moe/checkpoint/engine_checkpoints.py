@@ -19,11 +19,14 @@ from typing import Any
 
 import deepspeed.comm as dist
 import torch
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.overrides import TorchFunctionMode
 
+from ..compat.expert_groups import trains_experts
 from ..config import ds_setting
 from ..layers.frozen_experts import checksums_of_frozen
 from ..ops.log import log_on_rank_0
@@ -204,7 +207,8 @@ def _save_checkpoint(engine: DeepSpeedEngine, plain: Callable, given: inspect.Bo
     tag = f"global_step{engine.global_steps}" if arguments["tag"] is None else str(arguments["tag"])
     place, owns = Place(Path(arguments["save_dir"]), tag), engine.global_rank == _owner(engine)
     manifest = {"tag": tag, "step": engine.global_steps, "save_latest": bool(arguments["save_latest"]),
-                "world_size": dist.get_world_size(), "zero_stage": engine.zero_optimization_stage()}
+                "world_size": dist.get_world_size(), "zero_stage": engine.zero_optimization_stage(),
+                "ep_sizes": _ep_sizes(engine)}
     arguments.update(tag=place.part.name, save_latest=False)
     where, written = f"save_checkpoint, tag {tag!r}", _Written(place.part)
     try:
@@ -237,6 +241,12 @@ def _save_checkpoint(engine: DeepSpeedEngine, plain: Callable, given: inspect.Bo
     if failure is not None:
         raise CheckpointError(f"save_checkpoint to {place.final} failed: {failure}. {UNTOUCHED}")
     return result
+
+
+def _ep_sizes(engine: DeepSpeedEngine) -> dict[str, int]:
+    """How many ranks share the experts of each MoE layer, if the optimizer has states of experts."""
+    return {name: module.ep_size for name, module in engine.module.named_modules()
+            if isinstance(module, (AutoEPMoELayer, MOELayer))} if trains_experts(engine) else {}
 
 
 def _find_disagreement(answers: list) -> str | None:
@@ -347,13 +357,20 @@ class _Loading:
                     "quantized, in no checkpoint: this run has loaded another base model, or quantizes it differently "
                     "(frozen_experts, scaling_mode). Start from the same one. If the difference is meant, delete "
                     f'"frozen_experts" from {folder / MANIFEST}')
-        needs_same = (engine.zero_optimization_stage() > 0 and self.arguments["load_optimizer_states"]
-                      and not self.arguments["load_module_only"])
-        if needs_same and manifest["world_size"] != dist.get_world_size():
+        with_states = self.arguments["load_optimizer_states"] and not self.arguments["load_module_only"]
+        if (with_states and engine.zero_optimization_stage() > 0
+                and manifest["world_size"] != dist.get_world_size()):
             raise RuntimeError(
                 f"{folder} was saved by {manifest['world_size']} ranks, and this run has {dist.get_world_size()}, to "
                 "which ZeRO's optimizer states do not fit: pass load_optimizer_states=False, or convert it to a "
                 "universal checkpoint")
+        before = manifest.get("ep_sizes", {})
+        for layer, size in _ep_sizes(engine).items() if with_states else ():
+            if before.get(layer, size) != size:
+                raise RuntimeError(
+                    f"{folder} was saved with the experts of {layer} on {before[layer]} ranks, and this run has them "
+                    f"on {size}, to which the optimizer's states do not fit: write the same size, pass "
+                    "load_optimizer_states=False, or convert it to a universal checkpoint")
         mine = {name: file for name, file in manifest["files"].items()
                 if file["rank"] % dist.get_world_size() == engine.global_rank}
         if damage := find_damage(folder, mine):

@@ -7,8 +7,11 @@ from itertools import cycle
 import pytest
 import torch
 
+import ds_mxfp8_moe
+from ds_mxfp8_moe.checkpoint.engine_checkpoints import CheckpointError
+from tests.support import models
 from tests.support.slow import slow_except
-from tests.support.spread_checkpoints_cases import MXFP8, read, to_universal, written
+from tests.support.spread_checkpoints_cases import MXFP8, build, read, to_universal, written
 
 
 def assert_goes_on_with(before, found, exactly=True):
@@ -36,3 +39,38 @@ def test_universal_checkpoints_fit_other_ranks(request, tmp_path, writer, reader
     found = request.getfixturevalue(reader).run(read, tmp_path, MXFP8, stage, ep_sizes[1], family, "two_universal",
                                                 checkpoint={"load_universal": True})
     assert_goes_on_with(saved, found, exactly=False)
+
+
+def weights(engine) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in ds_mxfp8_moe.export_weights(engine)}
+
+
+def of_classic(zero: int, ep_size: int):
+    return models.make_engine(models.Layout(zero=zero, ep_size=ep_size, config=models.ADAM), MXFP8)
+
+
+def on_another_number_of_ranks(directory, make, stage: int) -> str:
+    """The error of a run with all experts on each rank about the checkpoint of one whose ranks share them. Without the
+    optimizer's states, it loads."""
+    first, second = make(stage, ep_size=2), make(stage, ep_size=1)
+    first.save_checkpoint(str(directory), tag="two")
+    before = weights(second)
+    with pytest.raises(CheckpointError) as error:
+        second.load_checkpoint(str(directory))
+    models.assert_same_bits(weights(second), before)
+    if stage < 3:
+        second.load_checkpoint(str(directory), load_optimizer_states=False)
+        models.assert_same_bits(weights(second), weights(first))
+    return str(error.value)
+
+
+def of_autoep(stage: int, ep_size: int):
+    return build(MXFP8, stage, ep_size, "qwen3_moe", seed=ep_size)
+
+
+@pytest.mark.parametrize("make, stage", slow_except(
+    [(of_autoep, 0), (of_autoep, 1), (of_autoep, 2), (of_autoep, 3), (of_classic, 1)], (of_autoep, 1)))
+def test_other_ranks_for_experts_are_an_error_before_anything_is_copied(ranks2, tmp_path, make, stage):
+    """ZeRO's partitions of experts have the same sizes then, with other experts in them."""
+    for error in ranks2.run(on_another_number_of_ranks, tmp_path, make, stage):
+        assert "on 2 ranks, and this run has them on 1" in error and "Nothing was copied" in error
