@@ -29,7 +29,7 @@ from tests.support.autoep_models import autoep_layers, engine, gate_weight, trai
 from tests.support.metrics_cases import monitor, written
 from tests.support.placement_cases import assert_alike, exported, move
 from tests.support.rank_pool import RankFailure
-from tests.support.slow import slow_except
+from tests.support.slow import WIDE, slow_except
 
 MXFP8 = {"enabled": True}
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}}
@@ -44,10 +44,13 @@ def of_autoep(family: str, stage: int, **changes) -> list[float]:
     return assert_alike(partial(engine, MXFP8, stage, family=family, **changes), two_steps)
 
 
+KEPT_WHOLE = {"zero_optimization": {"stage3_param_persistence_threshold": 10**6}}
+
+
 # Sums of two choices are the same in any order, so that even bits are.
 @pytest.mark.parametrize("family, stage, changes", [
-    ("qwen3_moe", 1, {}), ("deepseek_v3", 2, ADAM | BF16), ("gpt_oss", 1, ADAM), ("qwen3_moe", 3, ADAM),
-    ("qwen3_moe", 3, {"zero_optimization": {"stage3_param_persistence_threshold": 10**6}}), ("qwen3_moe", 0, ADAM),
+    *(pytest.param("qwen3_moe", *more, marks=WIDE) for more in ((1, {}), (3, ADAM))),  # as with copies, below
+    ("deepseek_v3", 2, ADAM | BF16), ("gpt_oss", 1, ADAM), ("qwen3_moe", 3, KEPT_WHOLE), ("qwen3_moe", 0, ADAM),
     ("qwen3_moe", 2, {"frozen": r".*\.experts\..*"}),
     ("qwen3_moe", 1, {**ADAM, **BF16, "data_types": {"grad_accum_dtype": "fp32"}}),
     ("qwen3_moe", 2, {**ADAM, **models.OFFLOAD})], ids=str)
@@ -58,8 +61,7 @@ def test_training_is_that_of_fixed_experts(ranks2, family, stage, changes):
 
 @pytest.mark.parametrize("stage, changes", [
     (1, {"ep_size": 4}), (2, {**ADAM, **BF16, "zero_optimization": {"round_robin_gradients": True}}), (3, ADAM),
-    (3, {"zero_optimization": {"stage3_param_persistence_threshold": 10**6}})],
-                         ids=str)
+    pytest.param(3, KEPT_WHOLE, marks=WIDE)], ids=str)
 def test_copies_of_experts_move_alike(ranks4, stage, changes):
     for losses in ranks4.run(of_autoep, "qwen3_moe", stage, **changes):
         assert len({*losses}) == 6
@@ -71,7 +73,7 @@ def of_lora(form: str, stage: int, merge_aware: bool = False, **changes) -> list
 
 
 @pytest.mark.parametrize("form, stage, changes", [
-    ("mxfp8", 1, {}), ("mxfp4", 2, {}), ("mxfp8", 2, {"merge_aware": True}),
+    pytest.param("mxfp8", 1, {}, marks=WIDE), ("mxfp4", 2, {}), ("mxfp8", 2, {"merge_aware": True}),
     ("keep", 1, {"family": "gpt_oss"}), ("mxfp8", 3, {"family": "gpt_oss"})])
 def test_adapters_follow_experts(ranks2, form, stage, changes):
     for losses in ranks2.run(of_lora, form, stage, **changes):
@@ -84,7 +86,8 @@ def of_classic(layout: models.Layout) -> list[dict]:
 
 
 @pytest.mark.parametrize("layout", [
-    models.Layout(zero=1), models.Layout(zero=2, dtype="bf16", client=True), models.Layout(config=ADAM)], ids=str)
+    pytest.param(models.Layout(zero=1), marks=WIDE), models.Layout(zero=2, dtype="bf16", client=True),
+    models.Layout(config=ADAM)], ids=str)
 def test_classic_experts_move(ranks2, layout):
     for records in ranks2.run(of_classic, layout):
         assert len({record["loss"] for record in records}) == 6
@@ -125,8 +128,8 @@ def of_classic_saves(folder: str) -> tuple:
 
 
 @pytest.mark.parametrize("saves, args", [
-    (of_autoep_saves, (1, )), (of_autoep_saves, (2, )), (of_autoep_saves, (3, )),
-    (of_lora_saves, ("mxfp8", )), (of_lora_saves, ("keep", )), (of_classic_saves, ())])
+    (of_autoep_saves, (1, )), pytest.param(of_autoep_saves, (2, ), marks=WIDE), (of_autoep_saves, (3, )),
+    (of_lora_saves, ("mxfp8", )), pytest.param(of_lora_saves, ("keep", ), marks=WIDE), (of_classic_saves, ())])
 def test_checkpoints_do_not_show_placements(ranks2, tmp_path, saves, args):
     for (moved, fixed, other), state, loaded in ranks2.run(saves, *args, str(tmp_path)):
         assert moved == fixed == other
@@ -244,7 +247,7 @@ def by_the_key(folder: str, kind: str, ep_size: int, stage: int) -> tuple:
     return losses, placements, counted, shares
 
 
-@pytest.mark.parametrize("ranks, ep_size, stage", [("ranks2", 2, 1), ("ranks4", 2, 2)])
+@pytest.mark.parametrize("ranks, ep_size, stage", slow_except([("ranks2", 2, 1), ("ranks4", 2, 2)], ("ranks4", 2, 2)))
 def test_balanced_placement_follows_the_loads(request, tmp_path, ranks, ep_size, stage):
     """As the metrics of the run with fixed experts predict it."""
     ranks = request.getfixturevalue(ranks)
