@@ -149,7 +149,7 @@ def last_layer_first(counts: list) -> list:
 def with_counts(stage: int, way: bool | None) -> tuple:
     net = model()
     counts = counted(net)
-    return trained(net, MXFP8, of(packed), stage, recompute=way, steps=6, gradient_accumulation_steps=2), *counts
+    return trained(net, MXFP8, of(packed), stage, recompute=way, steps=4, gradient_accumulation_steps=2), *counts
 
 
 def recomputed(stage: int) -> tuple[bool, bool]:
@@ -187,7 +187,7 @@ def test_recorded_routes_are_repeated_where_a_recomputation_has_other_bits(ranks
 
 
 def without_keys(key: str) -> bool:
-    return the_same(*(trained(model(), {**MXFP8, key: on}, of(packed), steps=6, gradient_accumulation_steps=2)
+    return the_same(*(trained(model(), {**MXFP8, key: on}, of(packed), steps=4, gradient_accumulation_steps=2)
                       for on in (True, False)))
 
 

@@ -58,9 +58,9 @@ def for_good(net) -> list[torch.Tensor]:
     return losses
 
 
-def evaluation(net) -> list[torch.Tensor]:
+def evaluation(net, steps: int = 7) -> list[torch.Tensor]:
     losses = []
-    for i in range(7):
+    for i in range(steps):
         losses.append(step(net, i))
         net.eval()
         with torch.no_grad():
@@ -69,10 +69,10 @@ def evaluation(net) -> list[torch.Tensor]:
     return losses
 
 
-def pairs(net) -> list[torch.Tensor]:
+def pairs(net, steps: int = 7) -> list[torch.Tensor]:
     """Two forwards, then the backward of both."""
     losses = []
-    for i in range(7):
+    for i in range(steps):
         loss = sum(loss_of(net, j) for j in (2 * i, 2 * i + 1))
         net.backward(loss)
         net.step()
@@ -183,7 +183,7 @@ def reentrant(net) -> list[torch.Tensor]:
 def checkpointed(net) -> list[torch.Tensor]:
     """Micro-batches of another length, evaluation, and two forwards before the backward of both in between."""
     net.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return [*lengths(net), *evaluation(net), *pairs(net)]
+    return [*lengths(net), *evaluation(net, 2), *pairs(net, 2)]
 
 
 def checkpointed_on_the_host(net) -> list[torch.Tensor]:
@@ -203,7 +203,7 @@ def attention_kept(net) -> list[torch.Tensor]:
 def half_checkpointed(net) -> list[torch.Tensor]:
     net.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     net.module.model.layers[0].gradient_checkpointing = False
-    return [*plainly(net), *evaluation(net)]
+    return [*plainly(net), *evaluation(net, 2)]
 
 
 def no_longer_checkpointed(net) -> list[torch.Tensor]:
