@@ -25,7 +25,7 @@ from .format import (
     power_of_two,
     to_e4m3,
 )
-from .launch import Launched
+from .launch import launched
 from .library import cdiv
 from .quantize import Tile, tile_origin
 
@@ -73,8 +73,7 @@ def _kept_bits(x, bits, DROPPED: tl.constexpr):
     return kept.to(tl.float32, bitcast=True)
 
 
-@Launched
-@triton.jit
+@launched(triton.jit)
 def _merge_tiles_kernel(data_ptr, data_stride, scale_ptr, scale_stride, a_ptr, b_ptr, seeds_ptr, seeds_stride, out_ptr,
                         out_scale_ptr, M, RANK, N: tl.constexpr):
     B: tl.constexpr = 128
@@ -100,8 +99,7 @@ def _merge_tiles_kernel(data_ptr, data_stride, scale_ptr, scale_stride, a_ptr, b
              tl.where(changed, byte, byte_before))
 
 
-@Launched
-@triton.jit
+@launched(triton.jit)
 def _merge_mxfp4_kernel(words_ptr, scale_ptr, a_ptr, b_ptr, out_ptr, out_scale_ptr, M, RANK, N: tl.constexpr):
     """words [M, N / 8] of each expert, with eight values in each. The first two are its seeds."""
     B: tl.constexpr = 128
@@ -137,8 +135,7 @@ def _merge_mxfp4_kernel(words_ptr, scale_ptr, a_ptr, b_ptr, out_ptr, out_scale_p
              tl.arange(0, 1)[:, None], byte)
 
 
-@Launched
-@triton.jit
+@launched(triton.jit)
 def _merge_plain_kernel(w_ptr, a_ptr, b_ptr, seeds_ptr, out_ptr, M, RANK, N: tl.constexpr, BM: tl.constexpr,
                         BN: tl.constexpr):
     expert, m0, n0, height, width, origin, offset, mask = _place(M, N, BM, BN)

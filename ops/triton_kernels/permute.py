@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Launched
+from .launch import launched
 from .library import cdiv, next_power_of_2
 from .message import (
     RowTile,
@@ -40,8 +40,7 @@ def copy_tile(words: int) -> RowTile:
     return RowTile(block, max(1, min(4, block // 256)))
 
 
-@Launched
-@triton.jit(do_not_specialize=["T", "S"])
+@launched(triton.jit, do_not_specialize=["T", "S"])
 def _pack_kernel(
         data_ptr,  # [T, STRIDE] int64
         scale_ptr,  # [T, SCALES] uint8
@@ -73,8 +72,7 @@ def _pack_kernel(
             tl.store(out_weight_ptr + rows[i] * (WIDTH // 4) + k, weight, mask=(k < K) & (rows[i] < S))
 
 
-@Launched
-@triton.jit(do_not_specialize=["P"])
+@launched(triton.jit, do_not_specialize=["P"])
 def _expand_kernel(
         data_ptr,  # [*, STRIDE] int64
         slot_ptr,  # [R, K] int64
@@ -90,8 +88,7 @@ def _expand_kernel(
             tl.store(out_ptr + slots[k] * WORDS + word, data, mask=(word < WORDS) & (slots[k] < P))
 
 
-@Launched
-@triton.jit(do_not_specialize=["choices"])
+@launched(triton.jit, do_not_specialize=["choices"])
 def _expand_tiles_kernel(
         scale_ptr,  # [*, SCALE_STRIDE] uint8
         weight_ptr,  # [*, WEIGHT_STRIDE] float32
