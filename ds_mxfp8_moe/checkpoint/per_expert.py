@@ -75,8 +75,7 @@ def _found(tensors: dict[str, torch.Tensor], model: Published) -> list:
             key = f"{PEFT}{name.removeprefix(prefix)}.experts.{'base_layer.' * depth}lora_"
             if f"{key}A.weight" not in tensors:  # of another adapter
                 continue
-            factors = (tensors.pop(f"{key}{factor}.weight") for factor in "AB")
-            low = by_expert(layout, wrapper, block.num_experts, *factors)
+            low = by_expert(block.num_experts, *(tensors.pop(f"{key}{factor}.weight") for factor in "AB"))
             of_rows = [role for role in ("gate", "up") if role in roles] if wrapper.parameter_name == layout.up else [
                 "down"]
             found += [(roles[role], low._replace(b_ENR=rows)) for role, rows in zip(

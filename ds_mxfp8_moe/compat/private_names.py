@@ -93,8 +93,6 @@ NAMES = tuple(Row(*row) for row in (
     ("import", "torch.distributed:ProcessGroupGloo._Options", "_timeout"),
     ("import", "torch.distributed:ProcessGroup", "_get_backend"),
     ("import", "torch.distributed.distributed_c10d", "_resolve_process_group"),
-    ("import", "torch.utils._pytree", "tree_map(func, tree, ...)"),
-    ("import", "torch.utils.checkpoint", "_StopRecomputationError"),
 
     ("classic layers", "deepspeed.moe.layer:MoE", ".deepspeed_moe"),
     ("classic layers", "deepspeed.moe.sharded_moe:MOELayer",
@@ -120,8 +118,7 @@ NAMES = tuple(Row(*row) for row in (
     ("stacked experts", "deepspeed.utils.groups", "_get_expert_data_parallel_group"),
     ("stacked experts", "transformers.models.mixtral.modeling_mixtral:MixtralExperts", "_apply_gate"),
 
-    ("LoRA on experts", "peft.tuners.lora.layer:ParamWrapper",
-     "._did_swap_in_out_features .parameter_name"),
+    ("LoRA on experts", "peft.tuners.lora.layer:ParamWrapper", ".parameter_name"),
     ("LoRA on experts", "peft.tuners.lora.layer:LoraLayer", ".base_layer .lora_A .lora_B .scaling"),
 
     ("FP8 experts", "transformers.integrations.finegrained_fp8:FP8Experts",
@@ -156,7 +153,7 @@ NAMES = tuple(Row(*row) for row in (
     ("batch_gradients", "torch:Tensor", "_backward_hooks _post_accumulate_grad_hooks"),
 
     ("steps", "torch._C", "_current_autograd_node"),
-    ("steps", _ENGINE, "_take_model_step .skipped_steps"),
+    ("steps", _ENGINE, "_take_model_step"),
     ("clipping", _ENGINE, "clip_fp32_gradients(self) gradient_clipping zero_optimization_stage .has_moe_layers .mpu"),
     ("clipping", "deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer",
      "unscale_and_clip_grads(self, total_norm, ...) ._global_grad_norm"),
@@ -164,6 +161,7 @@ NAMES = tuple(Row(*row) for row in (
     ("sparing the host", "deepspeed.runtime.config:DeepSpeedConfig", ".timers_config"),
     ("keep_quantized_weights", _ENGINE, "_take_model_step zero_optimization_stage"),
     ("graph_attention", _ENGINE, "zero_optimization_stage .sequence_parallel_size"),
+    ("graph_attention", "torch._C", "_current_autograd_node"),
     ("graph_attention", "torch._C:_autograd", "_top_saved_tensors_default_hooks"),
     ("graph_attention", "torch.utils._python_dispatch", "is_in_torch_dispatch_mode"),
     ("graph_attention", "torch:Tensor", "_backward_hooks _version"),

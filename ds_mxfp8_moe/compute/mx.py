@@ -16,10 +16,11 @@ Dequantized values are exact in bfloat16, since they are 4 significant bits time
 below 2^-133, bfloat16's smallest, and values that rounding lifts to 2^128, which is Inf in bfloat16 and in float32.
 """
 
+from collections.abc import Callable
 from enum import StrEnum
+from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from ..ops.mx_format import BLOCK_SIZES, E4M3_MAX, NAN_DATA_BYTE, NAN_SCALE_BYTE, TILE, MXParts
 from .arguments import HP_DTYPES, check_one_of, check_tensor, described
@@ -139,7 +140,19 @@ class MXTensor(torch.Tensor):
         def plain(x):
             return dequantize(x) if isinstance(x, MXTensor) else x  # autograd has already run at this level
 
-        return func(*tree_map(plain, args), **tree_map(plain, kwargs))
+        return func(*mapped(args, plain), **mapped(kwargs, plain))
+
+
+def mapped(tree: Any, change: Callable) -> Any:
+    """A tree of tuples, lists and dicts, with `change` applied to every tensor in it."""
+    if isinstance(tree, torch.Tensor):
+        return change(tree)
+    if isinstance(tree, dict):
+        return {key: mapped(one, change) for key, one in tree.items()}
+    if not isinstance(tree, (tuple, list)):
+        return tree
+    parts = [mapped(one, change) for one in tree]
+    return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)  # of a named tuple
 
 
 def _as_bytes(scale: torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,7 @@ from ..compat.patches import wrap
 from ..compat.private_names import say_if_missing
 from ..config import MXFP8MoEConfig, is_tensor_parallel
 from ..ops.log import log_on_rank_0
+from ..routing.routes import is_recomputed
 from .graphed import Call, Form, GraphedAttention, NoGraph, NoGraphYet, captured, form_of
 from .keeping import MOST_OF_FREE, free_bytes
 
@@ -96,7 +97,7 @@ def _kind_of_forward() -> str:
     """WATCHED and UNSAVED are the first forwards of the two ways of checkpointing, but may have other reasons."""
     if not torch.is_grad_enabled():
         return UNSAVED
-    if torch._C._current_graph_task_id() != -1:
+    if is_recomputed():
         return AGAIN
     watched = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
     return WATCHED if watched else FORWARD

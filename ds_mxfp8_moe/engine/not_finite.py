@@ -13,8 +13,8 @@ from typing import Any
 import deepspeed.comm as dist
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
-from torch.utils._pytree import tree_leaves
 
+from ..compute.mx import mapped
 from ..ops.log import log_on_rank_0
 from ..ops.mx_format import NAN_SCALE_BYTE
 from ..transport.deadline import answers_of_all
@@ -25,7 +25,7 @@ class FirstNotFinite:
 
     def __init__(self, engine: DeepSpeedEngine):
         self.engine = engine
-        self._skipped, self._warned = engine.skipped_steps, False
+        self._warned = False
         self._hooks: list[Any] = []
         # Of each output, in the order in which modules end: the module, its name, and whether the output is finite.
         self._outputs: list[tuple[torch.nn.Module, str, torch.Tensor]] = []
@@ -37,17 +37,18 @@ class FirstNotFinite:
                 hook.remove()
             self._warn()
             self._hooks, self._outputs = [], []
-        elif self.engine.skipped_steps > self._skipped and not self._warned:
+        elif not self.engine.was_step_applied() and not self._warned:
             converted = {module for module in self.engine.module.modules() if "mxfp8_settings" in vars(module)}
             parts = {part for layer in converted for part in layer.modules()} - converted  # they refuse hooks
             self._hooks = [module.register_forward_hook(functools.partial(self._check, name))
                            for name, module in self.engine.module.named_modules() if module not in parts]
-        self._skipped = self.engine.skipped_steps
 
     @torch.compiler.disable
     def _check(self, name: str, module: torch.nn.Module, inputs: tuple, output: Any) -> None:
-        self._outputs += [(module, name, value.detach().isfinite().all()) for value in tree_leaves(output)
-                          if isinstance(value, torch.Tensor) and value.is_floating_point()]
+        tensors: list[torch.Tensor] = []
+        mapped(output, tensors.append)
+        self._outputs += [(module, name, value.detach().isfinite().all()) for value in tensors
+                          if value.is_floating_point()]
 
     def _warn(self) -> None:
         """Collective over all ranks, which skip the same steps. The host waits for the device."""

@@ -29,11 +29,10 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from pydantic import TypeAdapter, ValidationError
 from torch.distributed import ProcessGroup
-from torch.utils._pytree import tree_map
 
 from ..compute.formula import Activation, ExpertFormula, LowRank
 from ..compute.grouped_gemm import plain
-from ..compute.mx import sqnr_db
+from ..compute.mx import mapped, sqnr_db
 from ..compute.recorded import from_python
 from ..compute.routing import Routes
 from ..compute.sums import Sum
@@ -314,7 +313,7 @@ class _Alone(Collective):
 
 def _run_twice(name: str, on_gpu: Callable, on_cpu: Callable, *args, **kwargs) -> Any:
     """The result on the GPU, compared with plain torch's on the CPU."""
-    host_args, host_kwargs = _mapped((args, kwargs), _on_host)  # before the first run, which may change its arguments
+    host_args, host_kwargs = mapped((args, kwargs), _on_host)  # before the first run, which may change its arguments
     found = on_gpu(*args, **kwargs)
     get_accelerator().synchronize()  # an error of a kernel belongs to this step
     _compare(name, found, on_cpu(*host_args, **host_kwargs))
@@ -351,7 +350,7 @@ class _CheckedMath(ExpertMath):
         inner = replace(self, results=[])
         found = _run_twice(method.__name__, partial(method, inner), partial(method, replace(inner, on_cpu=True)),
                            *args, **kwargs)
-        self.results.append(_mapped(found, _on_host))
+        self.results.append(mapped(found, _on_host))
         return found
 
 
@@ -386,10 +385,5 @@ def _on_host(x: torch.Tensor) -> torch.Tensor:
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
-    _mapped(tree, found.append)
+    mapped(tree, found.append)
     return found
-
-
-def _mapped(tree: Any, change: Callable) -> Any:
-    """The tree with `change` applied to every tensor inside it."""
-    return tree_map(lambda x: change(x) if isinstance(x, torch.Tensor) else x, tree)

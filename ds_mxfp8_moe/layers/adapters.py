@@ -207,7 +207,7 @@ def whole_low_rank(experts: nn.Module) -> dict[str, LowRank]:
 def _factors(experts: nn.Module, wrapper: nn.Module, adapter: str, gemm: str) -> LowRank:
     layout = experts.layout
     a, b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
-    a_ERK, b_ENR = (own_part(experts, one) for one in by_expert(layout, wrapper, experts.num_experts, a, b))
+    a_ERK, b_ENR = (own_part(experts, one) for one in by_expert(experts.num_experts, a, b))
     if hasattr(a, "ds_id"):  # ZeRO-3 releases the factors after the call. Views would keep their memory until backward
         a_ERK, b_ENR = (one.clone(memory_format=torch.contiguous_format) for one in (a_ERK, b_ENR))
     if gemm == "up" and not layout.is_concatenated:
@@ -216,14 +216,9 @@ def _factors(experts: nn.Module, wrapper: nn.Module, adapter: str, gemm: str) ->
     return LowRank(a_ERK, b_ENR if scaling == 1 else b_ENR * scaling)
 
 
-def by_expert(layout: Layout, wrapper: nn.Module, num_experts: int, a: torch.Tensor, b: torch.Tensor) -> LowRank:
+def by_expert(num_experts: int, a: torch.Tensor, b: torch.Tensor) -> LowRank:
     """The factors of all experts, of a wrapper's `lora_A` [E * R, ...] and `lora_B` [..., R * E]."""
-    a_ERK = a.unflatten(0, (num_experts, -1))
-    b_ENR = b.unflatten(1, (-1, num_experts)).permute(2, 0, 1)  # the expert is the last of [N, R * E]
-    # PEFT's product of the factors is laid out as the parameter is, [E, out, in] or [E, in, out].
-    if getattr(wrapper, "_did_swap_in_out_features", False) == layout.is_transposed:
-        a_ERK, b_ENR = b_ENR.transpose(1, 2), a_ERK.transpose(1, 2)
-    return LowRank(a_ERK, b_ENR)
+    return LowRank(a.unflatten(0, (num_experts, -1)), b.unflatten(1, (-1, num_experts)).permute(2, 0, 1))
 
 
 def joined(factors: list[LowRank]) -> LowRank:

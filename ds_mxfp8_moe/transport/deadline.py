@@ -24,9 +24,9 @@ from weakref import WeakKeyDictionary
 
 import deepspeed.comm as dist
 import torch
-import torch.utils.checkpoint
 from deepspeed.accelerator import get_accelerator
 from torch.distributed import ProcessGroup, Store
+from torch.utils.checkpoint import CheckpointError
 
 from ..ops.log import log
 
@@ -192,8 +192,9 @@ def tell_peers(error: Exception) -> None:
     Two errors are left out: a PeerError, which the peers have themselves, and the exception by which activation
     checkpointing ends a recomputation early.
     """
-    left_out = PeerError, getattr(torch.utils.checkpoint, "_StopRecomputationError", PeerError)
-    if not isinstance(error, left_out) and dist.is_initialized() and dist.get_world_size() > 1:
+    ends_early = type(error).__module__ == "torch.utils.checkpoint" and not isinstance(error, CheckpointError)
+    left_out = ends_early or isinstance(error, PeerError)
+    if not left_out and dist.is_initialized() and dist.get_world_size() > 1:
         note = f"{time.time()} {type(error).__name__}: {error}"
         _ask(lambda store: store.set(_raised_key(dist.get_rank()), note))
 

@@ -10,8 +10,10 @@ import functools
 import deepspeed.comm as dist
 import pytest
 import torch
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import ds_mxfp8_moe
+from ds_mxfp8_moe.transport import deadline
 from tests.support.checkpointed_net import WAYS
 from tests.support.models import BF16, DEFAULT, HIDDEN, Block, SwiGLU, gelu_mlp, moe_layer
 from tests.support.rank_pool import reset_deepspeed_groups
@@ -176,3 +178,31 @@ def test_bytes_kept_for_backward(ranks2, kind):
     for sizes in ranks2.run(keep, kind):
         assert sizes["mxfp8"] < 0.6 * sizes["bf16"]
         assert sizes["mxfp8"] < sizes["mxfp8-bf16-preactivation"] < 0.9 * sizes["bf16"]
+
+
+def test_peers_are_not_told_that_a_recomputation_has_all_it_needs(monkeypatch):
+    """Checkpointing ends it early by an exception."""
+    told, ended = [], []
+    monkeypatch.setattr(deadline, "_ask", told.append)
+    monkeypatch.setattr(deadline.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(deadline.dist, "get_world_size", lambda: 2)
+
+    @deadline.tell_peers_on_error
+    def forward(x):
+        try:
+            return x.sin().exp()
+        except Exception as error:
+            ended.append(error)
+            raise
+
+    checkpoint(forward, torch.ones(3, requires_grad=True), use_reentrant=False).sum().backward()
+    assert ended and not told
+    with pytest.raises(CheckpointError):
+        deadline.tell_peers_on_error(lambda: checkpointed_otherwise(torch.ones(3, requires_grad=True)))()
+    assert len(told) == 1
+
+
+def checkpointed_otherwise(x):
+    """Recomputes a tensor of another shape."""
+    sizes = iter((3, 2))
+    checkpoint(lambda x: x[:next(sizes)].exp(), x, use_reentrant=False).sum().backward()
