@@ -170,7 +170,8 @@ def hardware_lines(rows: Iterable[dict], adapted: set[int]) -> list[list[str]]:
     def trained(gpu: str) -> str:
         found = [row for row in rows if gpu in row["machine"]]
         in_bf16 = all(row["experts_in"] == "bf16" for row in found)
-        return told({row["case"]["ranks"] for row in found}) + ", experts in bf16" * in_bf16
+        used = {min(row["case"]["ranks"], int(row["machine"].split(" x ")[0])) for row in found}  # or ranks share one
+        return told(used) + ", experts in bf16" * in_bf16
 
     return [["H200", trained("H200"), told(adapted)], ["H100", trained("H100"), "no"],
             ["Blackwell", "no: kernels compile, but have not been run", "no"]]
