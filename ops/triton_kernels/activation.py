@@ -24,7 +24,7 @@ import triton.language as tl
 from ..mx_format import MXParts
 from .act import up_slope, up_value, value_and_slope
 from .format import expert_of, from_e4m3, power_of_two, quantized_rows
-from .launch import launched
+from .launch import Launched
 from .library import cdiv, next_power_of_2
 from .quantize import Tile
 from .transpose import in_order, loaded_row, store_columns
@@ -98,7 +98,8 @@ def _store_rows(x, ptr, scale_ptr, row, first, r, c, P, N: tl.constexpr, AT: tl.
     tl.store(scale_ptr + at, byte, exists)
 
 
-@launched(triton.jit)
+@Launched
+@triton.jit
 def _forward_kernel(pre_ptr, bias_ptr, ends_ptr, weight_ptr, h_ptr, h_scale_ptr, kept_ptr, kept_scale_ptr, P, E,
                     F: tl.constexpr, GATE_AT: tl.constexpr, UP_AT: tl.constexpr, ACT: tl.constexpr,
                     ALPHA: tl.constexpr, LIMIT: tl.constexpr, B: tl.constexpr, FLOOR: tl.constexpr,
@@ -149,7 +150,8 @@ def _store_gradient(d, plain_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns
                       B, FLOOR, VECTOR, WHOLE)
 
 
-@launched(triton.jit)
+@Launched
+@triton.jit
 def _backward_kernel(t_ptr, pre_ptr, pre_scale_ptr, bias_ptr, ends_ptr, weight_ptr, dweight_ptr, plain_ptr, rows_ptr,
                      rows_scale_ptr, columns_ptr, columns_scale_ptr, P, E, F: tl.constexpr, GATE_AT: tl.constexpr,
                      UP_AT: tl.constexpr, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
@@ -230,7 +232,8 @@ def _load_both(ptr, scale_ptr, bias_ptr, expert, row, first, r, c, P, N: tl.cons
     return tl.where((first + c < WIDTH)[None, :], x, y)
 
 
-@launched(triton.jit)
+@Launched
+@triton.jit
 def _backward_across_kernel(t_ptr, pre_ptr, pre_scale_ptr, bias_ptr, ends_ptr, weight_ptr, dweight_ptr, plain_ptr,
                             rows_ptr, rows_scale_ptr, P, E, F: tl.constexpr, GATE_AT: tl.constexpr,
                             UP_AT: tl.constexpr, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
@@ -266,7 +269,8 @@ def _backward_across_kernel(t_ptr, pre_ptr, pre_scale_ptr, bias_ptr, ends_ptr, w
     _store_rows(d, rows_ptr, rows_scale_ptr, row, first, r, c, P, G, 0, G, B, FLOOR)
 
 
-@launched(triton.jit)
+@Launched
+@triton.jit
 def _sum_shares_kernel(shares_ptr, out_ptr, P, N: tl.constexpr, R: tl.constexpr):
     """Sums shares [N, P] over N, in order, to out [P]. Grid [P / R]."""
     rows = tl.program_id(0) * R + tl.arange(0, R)
@@ -276,7 +280,8 @@ def _sum_shares_kernel(shares_ptr, out_ptr, P, N: tl.constexpr, R: tl.constexpr)
     tl.store(out_ptr + rows, total)
 
 
-@launched(triton.jit)
+@Launched
+@triton.jit
 def _block_sums_kernel(x_ptr, weight_ptr, out_ptr, N: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
     """Sums each R rows of x, times their weights if given, to out [P / R, N]. Grid [P / R * ceil(N / C)]."""
     tiles: tl.constexpr = (N + C - 1) // C
@@ -288,7 +293,8 @@ def _block_sums_kernel(x_ptr, weight_ptr, out_ptr, N: tl.constexpr, R: tl.conste
     tl.store(out_ptr + _origin(block, first, N, 0) + c, tl.sum(x, 0), c < N - first)
 
 
-@launched(triton.jit)
+@Launched
+@triton.jit
 def _group_sums_kernel(sums_ptr, ends_ptr, out_ptr, N: tl.constexpr, R: tl.constexpr, BLOCKS: tl.constexpr,
                        C: tl.constexpr):
     """Sums the results of `_block_sums_kernel` over each group, to out [E, N]. Grid [E * ceil(N / C)]."""
@@ -305,7 +311,8 @@ def _group_sums_kernel(sums_ptr, ends_ptr, out_ptr, N: tl.constexpr, R: tl.const
     tl.store(out_ptr + _origin(expert, first, N, 0) + c, tl.sum(total, 0), c < N - first)
 
 
-@launched(triton.jit)
+@Launched
+@triton.jit
 def _weighted_bias_kernel(y_ptr, bias_ptr, weight_ptr, ends_ptr, out_ptr, E, N: tl.constexpr, E_PAD: tl.constexpr,
                           R: tl.constexpr, C: tl.constexpr):
     """out = y + weight * bias of the row's expert. Grid [P / R * ceil(N / C)]."""

@@ -41,7 +41,7 @@ from ..device import multiprocessors
 from .format import tile_of
 from .gluon_names import async_load, async_store, reinterpret
 from .grouped_gemm_hopper import barriers, descriptor, group_of, load_ends
-from .launch import launched
+from .launch import Launched
 from .library import cdiv, even_distance, next_power_of_2, weights_of
 
 MOST_MATRICES = 64  # matrices whose places one launch takes, unless they are evenly spaced
@@ -202,7 +202,8 @@ def _consume(warpgroup: gl.constexpr, c_desc, a_smem, w_smem, c_smem, full, empt
     tma.store_wait(0)
 
 
-@launched(gluon.jit)
+@Launched
+@gluon.jit
 def grouped_mm_bf16_kernel(a_desc, w_desc, c_desc, ends, places, spacings, E, row_tiles, stack_blocks, stack_steps,
                            E_PAD: gl.constexpr, STRIP: gl.constexpr, STAGES: gl.constexpr, TILE_BLOCKS: gl.constexpr,
                            BUFFERS: gl.constexpr, TRANSPOSED: gl.constexpr, AT_ONCE: gl.constexpr):

@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..mx_format import TILE, MXParts
 from .format import tile_of
-from .launch import launched
+from .launch import Launched
 from .library import cdiv, next_power_of_2
 
 STRIP = 16  # row tiles of a strip, see tile_of
@@ -29,7 +29,8 @@ MOST_TILES = 65535  # row tiles of an operand: CUDA's limit for the second axis 
 GEMM_OPTIONS = {"num_warps": 8, "num_stages": 4}
 
 
-@launched(triton.jit)
+@Launched
+@triton.jit
 def _pack_scales_kernel(packed, scale, rows, blocks, chunks, group_stride, row_stride, block_stride,
                         BLOCK: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, CHUNKS: tl.constexpr):
     """Packs scale [E, rows, blocks] to packed [E, ceil(rows / 128), chunks, 32, 4, 4], with zeros in the padding.
@@ -71,7 +72,8 @@ def _product(a_desc, a_scale_desc, a_row, a_tile, b_desc, b_scale_desc, b_row, b
     return acc
 
 
-@launched(triton.jit)
+@Launched
+@triton.jit
 def _grouped_mm_kernel(out_desc, a_desc, a_scale_desc, b_desc, b_scale_desc, ends, E, P, N, K, E_PAD: tl.constexpr,
                        STRIP: tl.constexpr):
     """One tile of out [P, N] from a [P, K] and b [E * N, K]. Grid: tiles."""
@@ -87,7 +89,8 @@ def _grouped_mm_kernel(out_desc, a_desc, a_scale_desc, b_desc, b_scale_desc, end
     out_desc.store([row, column], acc.to(out_desc.dtype))
 
 
-@launched(triton.jit)
+@Launched
+@triton.jit
 def _grouped_mm_wgrad_kernel(out_desc, g_desc, g_scale_desc, a_desc, a_scale_desc, ends, N, K, STRIP: tl.constexpr):
     """One tile of out [E, N, K] from g [N, P] and a [K, P]. Grid: (tiles, E)."""
     ROWS: tl.constexpr = out_desc.block_shape[1]

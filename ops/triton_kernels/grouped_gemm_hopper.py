@@ -32,7 +32,7 @@ from ..device import multiprocessors
 from ..mx_format import MXParts
 from .format import tile_of
 from .gluon_names import async_load, async_store, barrier
-from .launch import launched
+from .launch import Launched
 from .library import cdiv, next_power_of_2
 
 
@@ -228,7 +228,8 @@ def _consume(warpgroup: gl.constexpr, c_desc, a_smem, b_smem, s_smem, c_smem, fu
     tma.store_wait(0)
 
 
-@launched(gluon.jit)
+@Launched
+@gluon.jit
 def grouped_mm_kernel(a_desc, b_desc, c_desc, a_scale, b_scale, ends, E, P, N, K, E_PAD: gl.constexpr,
                       STRIP: gl.constexpr, STAGES: gl.constexpr, TILE_BLOCKS: gl.constexpr, BUFFERS: gl.constexpr):
     """All tiles of out [P, N] from a [P, K] and b [E * N, K]. Grid: programs that run at the same time.

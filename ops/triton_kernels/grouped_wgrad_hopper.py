@@ -47,7 +47,7 @@ from .convert_rows_hopper import (
 from .format import tile_of
 from .gluon_names import async_load, async_store, barrier
 from .grouped_gemm_hopper import barriers, descriptor
-from .launch import launched
+from .launch import Launched
 from .library import cdiv
 
 
@@ -197,7 +197,8 @@ def _consume_bf16(warpgroup: gl.constexpr, out_desc, g_smem, a_smem, out_smem, f
     tma.store_wait(0)
 
 
-@launched(gluon.jit)
+@Launched
+@gluon.jit
 def wgrad_bf16_kernel(g_desc, a_desc, out_desc, out, ends, E, P, N, K, split_n, jump, factor, mx_g_desc, mx_g,
                       mx_a_desc, mx_a, tickets, done, ADD: gl.constexpr, B: gl.constexpr,
                       STRIP: gl.constexpr, STAGES: gl.constexpr, BY_TMA: gl.constexpr):

@@ -29,7 +29,7 @@ from .convert_rows_hopper import (
 from .gluon_names import async_load, barrier
 from .grouped_gemm_hopper import add_products, barriers, descriptor, start_product
 from .grouped_wgrad_hopper import Goal, bring, empty_gradient, expert_and_tile, landings, out_descriptor, write
-from .launch import launched
+from .launch import Launched
 from .library import cdiv
 
 
@@ -136,7 +136,8 @@ def _consume(warpgroup: gl.constexpr, out_desc, g_smem, a_smem, out_smem, full, 
     tma.store_wait(0)
 
 
-@launched(gluon.jit)
+@Launched
+@gluon.jit
 def wgrad_rows_kernel(g_desc, a_desc, out_desc, out, g_scale, g_step, a_scale, ends, E, P, N, K, split_n, jump, factor,
                       mx_g_desc, mx_g, mx_a_desc, mx_a, tickets, done, ADD: gl.constexpr,
                       STRIP: gl.constexpr, STAGES: gl.constexpr, BY_TMA: gl.constexpr):

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launches compiled kernels with less work on the host than Triton's own launch.
 
-    @launched(triton.jit)
+    @Launched
+    @triton.jit
     def _double_kernel(x_ptr, N, BLOCK: tl.constexpr): ...
 
     _double_kernel[(programs, )](x, N, BLOCK=128, num_warps=4)
@@ -18,13 +19,11 @@ Whether the compiler fuses a multiplication and an addition changes bits, and Tr
 from 3.10. So it is chosen here. It is on unless a launch says `enable_fp_fusion=False`.
 """
 
-import inspect
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-import triton.language as tl
+from triton import JITFunction
 
 from . import launcher
 from .recording import active
@@ -72,26 +71,21 @@ def _device(values: tuple) -> int:
     return -1
 
 
-def launched(jit: Callable, **options: Any) -> Callable:
-    """Decorates a kernel that the host launches. `options`: of `jit`, Triton's or Gluon's."""
-    return lambda function: Launched(function, jit(**options)(function))
-
-
 class Launched:
-    """A kernel that the host launches. It runs on the device of the first tensor among its arguments.
+    """Decorates a kernel that the host launches. It runs on the device of the first tensor among its arguments.
 
     The kernel's constants are its last parameters. They alone may be named in a call. No parameter has a default.
     """
 
     remembers = launcher.KNOWN
 
-    def __init__(self, function: Callable, jitted: Any):
+    def __init__(self, jitted: Any):
         self.fn = jitted  # Triton's own wrappers use this name
-        parameters = inspect.signature(function).parameters
-        self._constants = [name for name, one in parameters.items() if one.annotation is tl.constexpr]
-        self._variable = len(parameters) - len(self._constants)
-        if [*parameters][self._variable:] != self._constants:
-            raise TypeError(f"{function.__name__}: its constants must be its last parameters")
+        params = getattr(jitted, "params", ())
+        self._constants = [param.name for param in params if param.is_constexpr]
+        self._variable = len(params) - len(self._constants)
+        if any(param.is_constexpr for param in params[:self._variable]):
+            raise TypeError(f"{jitted.__name__}: its constants must be its last parameters")
         self._bound: dict = {}
 
     def __getitem__(self, grid: tuple) -> Any:
@@ -103,7 +97,7 @@ class Launched:
         if device >= 0 and device != torch.cuda.current_device():
             with torch.cuda.device(device):
                 return self._launch(grid, *args, **named)
-        if not self.remembers or launcher.is_watched():
+        if not self.remembers or not isinstance(self.fn, JITFunction) or launcher.is_watched():
             self.fn[grid](*args, **{"enable_fp_fusion": True, **named})
             if (recording := active()) is not None:
                 recording.obstacle = f"a launch of {self.fn.__name__} is Triton's own"
@@ -122,7 +116,7 @@ class Launched:
 class _Bound:
     """A kernel on one device with all its constants and options: what is known before a launch."""
 
-    def __init__(self, jitted: Any, device: int, constants: tuple, options: dict):
+    def __init__(self, jitted: JITFunction, device: int, constants: tuple, options: dict):
         self.jitted, self.device, self.constants, self.options = jitted, device, constants, options
         self.compiled: dict = {}
 
@@ -141,8 +135,7 @@ class _Bound:
             launcher.launch(found, grid, self.device, values + self.constants)
         recording = active()
         if recording is not None:
-            compiled = launcher.is_compiled(found)
-            kernel = launcher.described(self.jitted.__name__, found, len(args)) if compiled else None
+            kernel = launcher.described(self.jitted.__name__, found, len(args))
             if kernel is None:
                 recording.obstacle = f"a launch of {self.jitted.__name__} is Triton's own"
             else:

@@ -13,15 +13,12 @@ memory at the end.
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 import triton
 from triton import knobs
 from triton.runtime import driver
 
 RELEASES = ("3.6", "3.7", "3.8", "3.9")
 KNOWN = triton.__version__.rpartition(".")[0] in RELEASES
-# CUDA's CUtensorMapDataType. Integers and FP8 count as unsigned integers of their size.
-TMA_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 UNKNOWN = (f"the launcher of Triton {triton.__version__} is not known to this package, those of {RELEASES[0]} to "
            f"{RELEASES[-1]} are")
 
@@ -45,11 +42,11 @@ class Kernel(NamedTuple):
 
 def is_watched() -> bool:
     """Whether a profiler has set Triton's hooks, which it calls with what only Triton's own launch computes."""
-    return bool(knobs.runtime.launch_enter_hook.calls)  # a profiler sets both
+    return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
 
 
 def is_compiled(found: Any) -> bool:
-    """Whether a launch returned a kernel. Triton's interpreter has none, nor a hook of Triton's that compiles."""
+    """Whether a launch returned a kernel. It returns None if a hook of Triton's compiled instead."""
     return hasattr(found, "packed_metadata")
 
 
@@ -65,20 +62,22 @@ def current_stream() -> Callable[[int], int]:
 
 
 def described(name: str, compiled: Any, arguments: int) -> Kernel | None:
-    """What a recording launches. None if only Triton can, as with scratch memory.
+    """What a recording launches. None if only Triton can: with scratch memory, clusters or launch attributes.
 
     `arguments`: how many the kernel has before its constants.
     """
-    metadata = compiled.metadata
-    if metadata.global_scratch_size or metadata.profile_scratch_size:
+    run = compiled.run
+    if getattr(run, "launch", None) is None or run.global_scratch_size or run.profile_scratch_size:
         return None
-    warps, _, shared_bytes = compiled.packed_metadata
+    warps, cluster, shared_bytes = compiled.packed_metadata
+    if cluster != 1 or run.launch_cooperative_grid or run.launch_pdl:
+        return None
     return Kernel(name, compiled.function, 32 * warps, shared_bytes,
-                  tuple(compiled.src.signature.values())[:arguments], tuple(metadata.tensordesc_meta or ()))
+                  tuple(compiled.src.signature.values())[:arguments], tuple(compiled.metadata.tensordesc_meta or ()))
 
 
 def map_arguments(descriptor: Any, of: dict) -> tuple:
     """What the driver makes a TMA descriptor of, beside the address. `of`: the descriptor's entry in Kernel.maps."""
-    base = descriptor.base
-    kind = TMA_TYPES.get(base.dtype, {1: 0, 2: 1, 4: 2}[base.itemsize])
-    return of["swizzle"], base.itemsize, kind, list(of["block_size"]), list(descriptor.shape), list(descriptor.strides)
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+    return (of["swizzle"], of["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[of["elem_type"]], list(of["block_size"]),
+            list(descriptor.shape), list(descriptor.strides))

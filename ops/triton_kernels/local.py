@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launched
+from .launch import Launched
 from .library import cdiv
 from .message import lanes_for, places_of_row
 from .unpermute import combine_tile, partial_sum, rounded, routing_weights, values
@@ -30,7 +30,8 @@ GROUP = 128  # rows to which groups are padded
 SPAN = 1024  # chunks that the scan loads together
 
 
-@launched(triton.jit, do_not_specialize=["N", "chunks"])
+@Launched
+@triton.jit(do_not_specialize=["N", "chunks"])
 def _count_kernel(
         expert_ptr,  # [N] int64
         count_ptr,  # [E, chunks] int32
@@ -46,7 +47,8 @@ def _count_kernel(
     tl.atomic_add(total_ptr + lane, count, mask=(lane < E) & (count > 0), sem="relaxed")  # integers: any order
 
 
-@launched(triton.jit, do_not_specialize=["N", "P", "chunks"])
+@Launched
+@triton.jit(do_not_specialize=["N", "P", "chunks"])
 def _scan_kernel(
         count_ptr,  # [E, chunks] int32. Becomes the row of each chunk's first choice of each expert
         total_ptr,  # [E] int32
@@ -76,7 +78,8 @@ def _scan_kernel(
         tl.store(source_ptr + first + r, tl.zeros([GROUP], tl.int32) + N, mask=first + r < P)
 
 
-@launched(triton.jit, do_not_specialize=["N", "P", "chunks"])
+@Launched
+@triton.jit(do_not_specialize=["N", "P", "chunks"])
 def _place_kernel(
         expert_ptr,  # [N] int64
         first_ptr,  # [E, chunks] int32, from _scan_kernel
@@ -95,7 +98,8 @@ def _place_kernel(
     tl.store(source_ptr + row, i, mask=kept)
 
 
-@launched(triton.jit, do_not_specialize=["T", "P"])
+@Launched
+@triton.jit(do_not_specialize=["T", "P"])
 def _dispatch_kernel(
         x_ptr,  # [T, X_STRIDE]
         weight_ptr,  # [T, K] float32, or None
@@ -145,7 +149,8 @@ def _dispatch_kernel(
                 tl.store(out_weight_ptr + p, tl.zeros([GROUP], tl.float32), mask=padding)
 
 
-@launched(triton.jit, do_not_specialize=["P"])
+@Launched
+@triton.jit(do_not_specialize=["P"])
 def _combine_kernel(
         y_ptr,  # [P, H]
         weight_ptr,  # [P] float32, or None

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from ..mx_format import MXParts
 from .format import expert_of, from_e4m3, power_of_two
-from .launch import launched
+from .launch import Launched
 from .library import cdiv, next_power_of_2
 
 MOST_RANKS = 128  # more would not fit into the shared memory of every GPU
@@ -56,7 +56,8 @@ def _low_at(ptr, row, p, r, R: tl.constexpr):
     return ptr + row.to(tl.int64) * R + (p[:, None] * R + r[None, :]), (r < R)[None, :]
 
 
-@launched(triton.jit)
+@Launched
+@triton.jit
 def _low_rank_rows_kernel(x_ptr, scale_ptr, scale_stride_p, scale_stride_w, factor_ptr, ends_ptr, low_ptr, E,
                           W: tl.constexpr, R: tl.constexpr, B: tl.constexpr, RANK_FIRST: tl.constexpr,
                           E_PAD: tl.constexpr, BP: tl.constexpr, BW: tl.constexpr, BR: tl.constexpr):
@@ -74,7 +75,8 @@ def _low_rank_rows_kernel(x_ptr, scale_ptr, scale_stride_p, scale_stride_w, fact
     tl.store(at, low.to(low_ptr.dtype.element_ty), inside)
 
 
-@launched(triton.jit)
+@Launched
+@triton.jit
 def _add_low_rank_kernel(y_ptr, low_ptr, factor_ptr, ends_ptr, E, W: tl.constexpr, R: tl.constexpr,
                          RANK_FIRST: tl.constexpr, E_PAD: tl.constexpr, BP: tl.constexpr, BW: tl.constexpr,
                          BR: tl.constexpr):
@@ -93,7 +95,8 @@ def _add_low_rank_kernel(y_ptr, low_ptr, factor_ptr, ends_ptr, E, W: tl.constexp
         tl.store(places, y.to(tl.bfloat16), (w < W - first)[None, :])
 
 
-@launched(triton.jit)
+@Launched
+@triton.jit
 def _low_rank_wgrad_kernel(low_ptr, x_ptr, scale_ptr, scale_stride_p, scale_stride_w, ends_ptr, grad_ptr,
                            W: tl.constexpr, R: tl.constexpr, B: tl.constexpr, RANK_FIRST: tl.constexpr,
                            BP: tl.constexpr, BW: tl.constexpr, BR: tl.constexpr):

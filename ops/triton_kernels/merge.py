@@ -25,7 +25,7 @@ from .format import (
     power_of_two,
     to_e4m3,
 )
-from .launch import launched
+from .launch import Launched
 from .library import cdiv
 from .quantize import Tile, tile_origin
 
@@ -73,7 +73,8 @@ def _kept_bits(x, bits, DROPPED: tl.constexpr):
     return kept.to(tl.float32, bitcast=True)
 
 
-@launched(triton.jit)
+@Launched
+@triton.jit
 def _merge_tiles_kernel(data_ptr, data_stride, scale_ptr, scale_stride, a_ptr, b_ptr, seeds_ptr, seeds_stride, out_ptr,
                         out_scale_ptr, M, RANK, N: tl.constexpr):
     B: tl.constexpr = 128
@@ -99,7 +100,8 @@ def _merge_tiles_kernel(data_ptr, data_stride, scale_ptr, scale_stride, a_ptr, b
              tl.where(changed, byte, byte_before))
 
 
-@launched(triton.jit)
+@Launched
+@triton.jit
 def _merge_mxfp4_kernel(words_ptr, scale_ptr, a_ptr, b_ptr, out_ptr, out_scale_ptr, M, RANK, N: tl.constexpr):
     """words [M, N / 8] of each expert, with eight values in each. The first two are its seeds."""
     B: tl.constexpr = 128
@@ -135,7 +137,8 @@ def _merge_mxfp4_kernel(words_ptr, scale_ptr, a_ptr, b_ptr, out_ptr, out_scale_p
              tl.arange(0, 1)[:, None], byte)
 
 
-@launched(triton.jit)
+@Launched
+@triton.jit
 def _merge_plain_kernel(w_ptr, a_ptr, b_ptr, seeds_ptr, out_ptr, M, RANK, N: tl.constexpr, BM: tl.constexpr,
                         BN: tl.constexpr):
     expert, m0, n0, height, width, origin, offset, mask = _place(M, N, BM, BN)

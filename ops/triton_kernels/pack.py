@@ -11,14 +11,15 @@ import triton.language as tl
 
 from ..mx_format import TILE
 from .format import largest_in_rows, mxfp4_scale, new_scale, over_mxfp4_scale, power_of_two
-from .launch import launched
+from .launch import Launched
 from .library import cdiv
 from .quantize import Tile, tile_origin
 
 PACKED_TILE = Tile(TILE, TILE, 4)
 
 
-@launched(triton.jit)
+@Launched
+@triton.jit
 def _pack_kernel(w_ptr, codes_ptr, scale_ptr, tile_ptr, M, N: tl.constexpr):
     """w [M, N] of each expert to codes [M, N / 2], scales [M, N / 32] and the scales of tiles of MXFP8."""
     B: tl.constexpr = 128

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launched
+from .launch import Launched
 from .library import cdiv, next_power_of_2
 from .message import (
     RowTile,
@@ -40,7 +40,8 @@ def copy_tile(words: int) -> RowTile:
     return RowTile(block, max(1, min(4, block // 256)))
 
 
-@launched(triton.jit, do_not_specialize=["T", "S"])
+@Launched
+@triton.jit(do_not_specialize=["T", "S"])
 def _pack_kernel(
         data_ptr,  # [T, STRIDE] int64
         scale_ptr,  # [T, SCALES] uint8
@@ -72,7 +73,8 @@ def _pack_kernel(
             tl.store(out_weight_ptr + rows[i] * (WIDTH // 4) + k, weight, mask=(k < K) & (rows[i] < S))
 
 
-@launched(triton.jit, do_not_specialize=["P"])
+@Launched
+@triton.jit(do_not_specialize=["P"])
 def _expand_kernel(
         data_ptr,  # [*, STRIDE] int64
         slot_ptr,  # [R, K] int64
@@ -88,7 +90,8 @@ def _expand_kernel(
             tl.store(out_ptr + slots[k] * WORDS + word, data, mask=(word < WORDS) & (slots[k] < P))
 
 
-@launched(triton.jit, do_not_specialize=["choices"])
+@Launched
+@triton.jit(do_not_specialize=["choices"])
 def _expand_tiles_kernel(
         scale_ptr,  # [*, SCALE_STRIDE] uint8
         weight_ptr,  # [*, WEIGHT_STRIDE] float32

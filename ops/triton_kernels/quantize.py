@@ -28,7 +28,7 @@ import triton.language as tl
 
 from ..mx_format import TILE, MXParts
 from .format import from_e4m3, largest_in_rows, new_scale, power_of_two, quantized_rows, to_e4m3
-from .launch import launched
+from .launch import Launched
 from .library import cdiv, even_distance, weights_of
 from .transpose import below, by_column, in_order, loaded_row, store_columns, store_transposed
 
@@ -84,7 +84,8 @@ def tile_origin(N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STRIP: tl.c
     return (pid // per_strip * STRIP + pid % STRIP).to(tl.int64) * BM, pid % per_strip // STRIP * BN
 
 
-@launched(triton.jit)
+@Launched
+@triton.jit
 def _quantize_rows_kernel(x_ptr, data_ptr, scale_ptr, R, row_stride, scale_stride_r, scale_stride_k, K: tl.constexpr,
                           B: tl.constexpr, FLOOR: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr):
     r0, k0 = tile_origin(K, BR, BK, 1)
@@ -99,7 +100,8 @@ def _quantize_rows_kernel(x_ptr, data_ptr, scale_ptr, R, row_stride, scale_strid
     tl.store(scale_ptr + (r * scale_stride_r + block * scale_stride_k), scale, (r < R - r0) & (block * B < K - k0))
 
 
-@launched(triton.jit)
+@Launched
+@triton.jit
 def _places_kernel(numbers, table_ptr, FAR: tl.constexpr):
     """Writes a table of distances, with which one launch of the cast reads matrices that lie anywhere in memory.
 
@@ -127,7 +129,8 @@ def _matrix(place, stride, table_ptr, expert, ALIGNMENT: tl.constexpr):
     return place + distance
 
 
-@launched(triton.jit)
+@Launched
+@triton.jit
 def _quantize_matrix_kernel(first, second, first_stride, second_stride, first_table, second_table, rows_ptr,
                             rows_scale_ptr, rows_scale_stride_m, rows_scale_stride_n, columns_ptr, columns_scale_ptr,
                             M_FIRST, M, row_stride, N: tl.constexpr, B: tl.constexpr, FLOOR: tl.constexpr,
@@ -191,7 +194,8 @@ def _quantize_matrix_kernel(first, second, first_stride, second_stride, first_ta
                           FLOOR, VECTOR, WHOLE)
 
 
-@launched(triton.jit)
+@Launched
+@triton.jit
 def _rescale_kernel(data_ptr, scale_ptr, scale_stride_p, scale_stride_k, out_ptr, out_scale_ptr, P, K: tl.constexpr,
                     B: tl.constexpr, FLOOR: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr,
                     STRIP: tl.constexpr, VECTOR: tl.constexpr, WARPS: tl.constexpr, WHOLE: tl.constexpr):
@@ -218,7 +222,8 @@ def _rescale_kernel(data_ptr, scale_ptr, scale_stride_p, scale_stride_k, out_ptr
     store_columns(in_order(x, LANES, WARPS), out_ptr, out_scale_ptr, k, height, width, P, K, B, FLOOR, VECTOR, WHOLE)
 
 
-@launched(triton.jit)
+@Launched
+@triton.jit
 def _dequantize_kernel(data_ptr, scale_ptr, scale_stride_e, scale_stride_r, scale_stride_k, out_ptr, R,
                        K: tl.constexpr, B: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, BR: tl.constexpr,
                        BK: tl.constexpr, VECTOR: tl.constexpr):

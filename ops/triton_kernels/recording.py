@@ -90,7 +90,7 @@ class Recording(TorchDispatchMode):
         self._input_at: dict[int, list[tuple[int, int]]] = {}  # addresses and numbers, by the storage's id
         for i, x in enumerate(self._inputs):
             self._numbers[id(x)] = i
-            self._input_at.setdefault(id(x.untyped_storage()), []).append((x.data_ptr(), i))
+            self._input_at.setdefault(x.untyped_storage()._cdata, []).append((x.data_ptr(), i))
 
     def __enter__(self):
         _ACTIVE.recording = self
@@ -106,7 +106,7 @@ class Recording(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
             return NotImplemented  # a tensor around others: what it does with them comes here
-        given = {id(x.untyped_storage()) for x in _tensors((args, kwargs))}
+        given = {x.untyped_storage()._cdata for x in _tensors((args, kwargs))}
         schema = func._schema
         arguments = [self._argument(x) for x in _in_order(schema, args, kwargs)]
         out = func(*args, **kwargs)
@@ -117,7 +117,7 @@ class Recording(TorchDispatchMode):
         if schema.is_mutable:  # an op that changes its arguments returns one of them
             self._steps.append(_Step(_numbers_in(arguments), (), False, _op(schema, arguments, 0)))
             return out
-        views, allocates = all(id(x.untyped_storage()) in given for x in made), func in _ALLOCATIONS
+        views, allocates = all(x.untyped_storage()._cdata in given for x in made), func in _ALLOCATIONS
         add = _allocate(made[0]) if allocates else _op(schema, arguments, len(made))
         uses = frozenset() if allocates else _numbers_in(arguments)
         self._steps.append(_Step(uses, tuple(self._new(x, views) for x in made), views or allocates, add))
@@ -128,8 +128,8 @@ class Recording(TorchDispatchMode):
         number = self._numbers[id(x)] = self._count
         self._count += 1
         if not view:
-            self._roots[id(x.untyped_storage())] = number
-            self._input_at.pop(id(x.untyped_storage()), None)
+            self._roots[x.untyped_storage()._cdata] = number
+            self._input_at.pop(x.untyped_storage()._cdata, None)
         return number
 
     def note_launch(self, kernel: Kernel, grid: tuple, args: Sequence) -> None:
@@ -167,7 +167,7 @@ class Recording(TorchDispatchMode):
     # ---- numbers ----------------------------------------------------------------------------------------------------
 
     def _address(self, x: torch.Tensor) -> _Address:
-        storage, address = id(x.untyped_storage()), x.data_ptr()
+        storage, address = x.untyped_storage()._cdata, x.data_ptr()
         # Of the inputs in this storage, the last one that begins at or before the address.
         base, number = max(((at, number) for at, number in self._input_at.get(storage, ()) if at <= address),
                            default=(None, None))

@@ -11,13 +11,14 @@ import triton
 import triton.language as tl
 
 from ..mx_format import TILE, MXParts
-from .launch import launched
+from .launch import Launched
 from .library import cdiv
 from .quantize import TILED_TILE, tile_origin
 from .transpose import below, in_order, loaded_row, quads
 
 
-@launched(triton.jit)
+@Launched
+@triton.jit
 def _transpose_tiles_kernel(data_ptr, scale_ptr, words_ptr, out_scale_ptr, M, N: tl.constexpr, STRIP: tl.constexpr,
                             VECTOR: tl.constexpr, WARPS: tl.constexpr, WHOLE: tl.constexpr):
     """data [M, N] of each expert to words [N, M / 4], each of which holds four neighbors along M."""

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ..mx_format import TILE, MXParts
 from .format import to_e4m3
-from .launch import launched
+from .launch import Launched
 from .library import cdiv
 from .quantize import Tile, tile_origin
 from .transpose import below
@@ -53,7 +53,8 @@ def _unpacked(words, scale, tile):
             _bytes_at(low, high, last & 0x7777) | negative[1] << 7 & signs)
 
 
-@launched(triton.jit)
+@Launched
+@triton.jit
 def _unpack_kernel(words_ptr, scale_ptr, tile_ptr, out_ptr, M, N: tl.constexpr, BLOCKS: tl.constexpr):
     """words [M, N / 8] of each expert, with eight values in each, to words [M, N / 4] with four bytes in each."""
     expert, blocks = tl.program_id(1).to(tl.int64), M * (N // 32)
@@ -86,7 +87,8 @@ def _four_rows(x):
     return tl.reshape(tl.join(tl.join(first, third), tl.join(second, fourth)), [32, 16, 4])
 
 
-@launched(triton.jit)
+@Launched
+@triton.jit
 def _unpack_transposed_kernel(words_ptr, scale_ptr, tile_ptr, out_ptr, out_tile_ptr, M, N: tl.constexpr,
                               STRIP: tl.constexpr, WHOLE: tl.constexpr):
     """words [M, N / 8] of each expert, with eight values in each, to words [N, M / 4], each of which holds four

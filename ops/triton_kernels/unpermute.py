@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from .format import from_e4m3, power_of_two, quantized_rows
-from .launch import launched
+from .launch import Launched
 from .library import cdiv, next_power_of_2
 from .message import (
     RowTile,
@@ -78,7 +78,8 @@ def routing_weights(weight_ptr, slot_ptr, r, P, K: tl.constexpr, LANES: tl.const
     return tl.load(weight_ptr + slot, mask=slot < P, other=0.0)
 
 
-@launched(triton.jit, do_not_specialize=["P"])
+@Launched
+@triton.jit(do_not_specialize=["P"])
 def _combine_kernel(
         y_ptr,  # [P, H]
         weight_ptr,  # [P] float32
@@ -106,7 +107,8 @@ def _combine_kernel(
         tl.store(out_weight_ptr + r * WEIGHT_STRIDE + k, weight, mask=k < K)
 
 
-@launched(triton.jit, do_not_specialize=["T", "S"])
+@Launched
+@triton.jit(do_not_specialize=["T", "S"])
 def _sum_kernel(
         data_ptr,  # [S, STRIDE] in the wire's dtype. For MXFP8 uint8, with the scales from H on
         weight_ptr,  # [S, WEIGHT_STRIDE] float32, at its weights

@@ -12,7 +12,7 @@ from ds_mxfp8_moe.config import MXFP8MoEConfig, resolve
 from ds_mxfp8_moe.engine import self_check
 from ds_mxfp8_moe.engine.self_check import Kind, Verdict, small
 from ds_mxfp8_moe.ops.triton_kernels import activation, grouped_gemm_hopper, quantize
-from ds_mxfp8_moe.ops.triton_kernels.launch import launched
+from ds_mxfp8_moe.ops.triton_kernels.launch import Launched
 from tests.support.self_check_cases import CASES, CLASSIC, FORMULAS, SPREAD
 
 GPU = torch.device("cuda")
@@ -46,7 +46,8 @@ def test_it_takes_three_seconds_beside_compilation():
     assert min(seconds() for _ in range(3)) < 3
 
 
-@launched(triton.jit)
+@Launched
+@triton.jit
 def _not_compiling(x_ptr, SIZE: tl.constexpr):
     tl.store(x_ptr + tl.arange(0, SIZE), tl.no_such_function(SIZE))
 

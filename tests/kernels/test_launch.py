@@ -15,14 +15,15 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from ds_mxfp8_moe.ops.triton_kernels import launcher
 from ds_mxfp8_moe.ops.triton_kernels.gluon_names import async_store
 from ds_mxfp8_moe.ops.triton_kernels.grouped_gemm_hopper import descriptor
-from ds_mxfp8_moe.ops.triton_kernels.launch import launched
+from ds_mxfp8_moe.ops.triton_kernels.launch import Launched
 from ds_mxfp8_moe.ops.triton_kernels.recording import Recording
 from tests.support.aot import _Driver
 
 STREAM = 7
 
 
-@launched(triton.jit)
+@Launched
+@triton.jit
 def _kernel(x_ptr, other_ptr, pair, N, stride, SIZE: tl.constexpr, NAME: tl.constexpr):
     i = tl.program_id(0) * stride + tl.arange(0, SIZE)
     x = tl.load(x_ptr + i, i < N, other=0).to(tl.float32) + pair[1]
@@ -33,7 +34,8 @@ def _kernel(x_ptr, other_ptr, pair, N, stride, SIZE: tl.constexpr, NAME: tl.cons
     tl.store(pair[0] + i, x.to(pair[0].dtype.element_ty))
 
 
-@launched(gluon.jit)
+@Launched
+@gluon.jit
 def _copy_kernel(desc, out_desc, rows):
     smem = gl.allocate_shared_memory(desc.dtype, desc.block_shape, desc.layout)
     async_store(out_desc, [rows, 0], smem)
@@ -76,6 +78,18 @@ class _NotingDriver(_Driver):
             return launch(*base, of_kernel) if one_list else launch(*base, *of_kernel)
 
         return call
+
+    def launcher_with_launch(self, source, metadata):
+        """As Triton's CudaLauncher: `launch`, and what a recording asks about."""
+        launcher = _NotingDriver.launcher_cls(self, source, metadata)
+
+        class Launcher:
+            launch = global_scratch_size = profile_scratch_size = launch_cooperative_grid = launch_pdl = 0
+
+            def __call__(self, *args):
+                return launcher(*args)
+
+        return Launcher()
 
 
 @pytest.fixture
@@ -151,22 +165,21 @@ def test_what_it_cannot_tell_is_tritons(driver):
     assert len(driver.launches) == 2 and not any(bound.compiled for bound in _kernel._bound.values())
 
 
-@pytest.mark.parametrize("size", [None, "global_scratch_size", "profile_scratch_size"])
-def test_a_launch_that_only_triton_can_make_ends_a_recording(driver, monkeypatch, size):
+@pytest.mark.parametrize("attribute", [None, "global_scratch_size", "launch_cooperative_grid", "launch_pdl"])
+def test_a_launch_that_only_triton_can_make_ends_a_recording(driver, monkeypatch, attribute):
     """None: a kernel whose launches are Triton's anyway."""
-    x = torch.zeros(64, dtype=torch.bfloat16)
+    def launcher(source, metadata):
+        made = driver.launcher_with_launch(source, metadata)
+        setattr(made, attribute, 1)
+        return made
 
-    def launch():
-        _kernel[(1, )](x, None, (x, 5), 64, 3, SIZE=32, NAME="once", num_warps=1)
-
-    launch()
-    if size:
-        compiled, = next(iter(_kernel._bound.values())).compiled.values()
-        compiled.metadata = compiled.metadata._replace(**{size: 1})
+    if attribute:
+        monkeypatch.setattr(driver, "launcher_cls", launcher)
     else:
         monkeypatch.setattr(_kernel, "remembers", False)
+    x = torch.zeros(64, dtype=torch.bfloat16)
     with Recording([x]) as noted:
-        launch()
+        _kernel[(1, )](x, None, (x, 5), 64, 3, SIZE=32, NAME="once", num_warps=1)
     assert noted.obstacle == "a launch of _kernel is Triton's own"
 
 
@@ -190,6 +203,7 @@ def test_hooks_of_a_profiler_are_called(driver):
 
 def test_a_recording_has_the_parameters_of_compiled_code(driver, monkeypatch):
     """Those that Triton's own launcher would hand to the driver: without constants, ones and None."""
+    monkeypatch.setattr(driver, "launcher_cls", driver.launcher_with_launch)
     memory = torch.zeros(256, 256, dtype=torch.bfloat16)
     with Recording([memory]) as noted:
         noted.note_launch = lambda *launch: found.append(launch)
@@ -203,8 +217,6 @@ def test_a_recording_has_the_parameters_of_compiled_code(driver, monkeypatch):
     assert kernel.types == ("*bf16", "constexpr", ("*bf16", "i32"), "i32", "constexpr")
     assert [kind.partition("<")[0] for kind in copy.types] == ["tensordesc", "tensordesc", "i32"]
     assert len(copy.maps) == 2 and copy.maps[0]["block_size"] == [64, 64] and copy.shared_bytes >= 64 * 64 * 2
-    _, size, kind, *_ = launcher.map_arguments(descriptor(memory, [64, 64]), copy.maps[0])
-    assert (size, kind) == (copy.maps[0]["elem_size"], nvidia.TMA_DTYPE_DEVICE_TO_HOST[copy.maps[0]["elem_type"]])
     recorder = Recording([memory])
     values = list(recorder._values(found[0][2], kernel.types, iter(kernel.maps)))
     assert values == [(0, 0), (0, 0), 5, 48]  # two addresses in the first input, two numbers
