@@ -12,7 +12,6 @@ import pytest
 
 from tests.support.launched_model import MODEL
 from tests.support.rank_pool import free_port
-from tests.support.slow import slow_except
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(sys.executable).parent
@@ -48,7 +47,7 @@ def train(tmp_path_factory):
         out = folder / launcher
         command = [*LAUNCHERS[launcher](), ROOT / "examples/gpt_moe/train.py", "--deepspeed_config",
                    ROOT / "configs/ds/zero2_mxfp8.json", "--model", folder / "model.yaml", "--data", folder / "text",
-                   "--steps", "3", "--log_every", "1", "--save_dir", out]
+                   "--steps", "3", "--heldout_windows", "2", "--log_every", "1", "--save_dir", out]
         done = subprocess.run(list(map(str, command)), env=environment(), stdin=subprocess.DEVNULL,
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240)
         assert done.returncode == 0, done.stdout[-4000:]
@@ -64,6 +63,7 @@ def test_deepspeed(train):
     assert summary["moe_layers"] == summary["layers_converted"] == 2
 
 
-@pytest.mark.parametrize("launcher", slow_except(["torchrun", "mpirun"], "mpirun"))
+@pytest.mark.wide
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
 def test_the_other_launchers_train_alike(train, launcher):
     assert train(launcher)[0] == train("deepspeed")[0]
