@@ -104,9 +104,9 @@ def losses(steps):
     return [record["loss"] for record in steps]
 
 
-@pytest.mark.parametrize("ranks, name", [
-    *slow_except([*(("ranks2", name) for name in LAYOUTS), ("ranks4", "zero2-bf16")], ("ranks2", "two-ep-sizes")),
-    pytest.param("ranks4", "zero1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks, name", slow_except(
+    [*(("ranks2", name) for name in LAYOUTS), ("ranks4", "zero2-bf16"), ("ranks4", "zero1")],
+    ("ranks2", "two-ep-sizes")))
 def test_plain_and_ours_read_each_other(request, tmp_path, ranks, name):
     results = request.getfixturevalue(ranks).run(chain, LAYOUTS[name], str(tmp_path))
     assert_each_reads_the_other(results, LAYOUTS[name])
@@ -131,6 +131,6 @@ def frozen_later(directory, stage):
     return differing, [name for name in moved if re.fullmatch(FROZEN_LATER, name)], len(moved) > 0
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", slow_except([0, 1, 2], 0, 2))
 def test_experts_may_be_frozen_when_a_run_goes_on(ranks2, tmp_path, stage):
     assert ranks2.run(frozen_later, str(tmp_path), stage) == [([], [], True)] * 2

@@ -55,7 +55,7 @@ FOUR_RANKS = (1, 2), (3, 2), (2, 4), (0, 1)
 
 
 @pytest.mark.parametrize("ranks, model_type, ways", [
-    ("ranks2", "mixtral", EVERY_WAY), pytest.param("ranks4", "qwen3_moe", FOUR_RANKS, marks=pytest.mark.slow),
+    ("ranks2", "mixtral", EVERY_WAY), pytest.param("ranks4", "qwen3_moe", FOUR_RANKS, marks=WIDE),
     *(pytest.param("ranks2", model_type, EVERY_WAY, marks=WIDE) for model_type in ("deepseek_v3", "lfm2_moe"))])
 def test_transformers_and_vllm_read_the_same_weights(request, tmp_path, ranks, model_type, ways):
     assert set(request.getfixturevalue(ranks).run(saved, tmp_path, model_type, ways)) == {True}

@@ -131,9 +131,9 @@ def test_many_chunks_and_a_staging_that_grows(ranks2):
 
 def most_chunks(exchange: NVLink) -> None:
     """There are as many chunks as flags."""
-    with mock.patch("ds_mxfp8_moe.transport.nvlink.LEAST_CHUNK", 8):
-        tokens = 8 * exchange.memory.extension.MAX_CHUNKS
-        check(Problem(tokens=(tokens, 2100, 0, 0), top_k=1, hidden=32, row_format=MX32), exchange)
+    with mock.patch("ds_mxfp8_moe.transport.nvlink.LEAST_CHUNK", 4):
+        tokens = 4 * exchange.memory.extension.MAX_CHUNKS
+        check(Problem(tokens=(tokens, 1100, 0, 0), top_k=1, hidden=32, row_format=MX32), exchange)
 
 
 def test_chunks_grow_with_the_tokens():
