@@ -87,7 +87,7 @@ def compiled(triton: str) -> dict:
         (Path(here) / "newest.pth").write_text(f"import site; site.addsitedir({below!r})\n")  # with its .pth files
         run([python, "-m", "pip", "install", "-q", "--no-deps", f"triton=={triton}"])
         (venv / "ready").touch()
-    found = tested(python, ["-o", "addopts=", "tests/kernels/test_aot.py"], PYTHONPATH=str(ROOT))
+    found = tested(python, ["-o", "addopts=", "-m", "wide", "tests/kernels/test_aot.py"], PYTHONPATH=str(ROOT))
     return {"case": {"what": "compiled for sm_90 and sm_100", "versions": versions(python)}, **found}
 
 
