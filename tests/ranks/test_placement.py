@@ -86,8 +86,8 @@ def of_classic(layout: models.Layout) -> list[dict]:
 
 
 @pytest.mark.parametrize("layout", [
-    pytest.param(models.Layout(zero=1), marks=WIDE), models.Layout(zero=2, dtype="bf16", client=True),
-    models.Layout(config=ADAM)], ids=str)
+    *(pytest.param(layout, marks=WIDE) for layout in (models.Layout(zero=1), models.Layout(config=ADAM))),
+    models.Layout(zero=2, dtype="bf16", client=True)], ids=str)
 def test_classic_experts_move(ranks2, layout):
     for records in ranks2.run(of_classic, layout):
         assert len({record["loss"] for record in records}) == 6

@@ -51,7 +51,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", slow_except(
-    CASES, "qwen3_moe, zero1, 3 micro-batches", "gpt_oss, zero2, 3 micro-batches", "one weight frozen",
+    CASES, "gpt_oss, zero2, 3 micro-batches", "one weight frozen",
     "zero2, recomputed, not reentrant", "zero1, overlapped", "experts on every rank", "float32 sums"))
 def test_gradients_go_to_the_sums(ranks2, name):
     args, keys, answers = CASES[name]
