@@ -88,7 +88,8 @@ class Choice(TorchFunctionMode):
             if self._bias_E is not None:
                 ranked = free.detach() + self._bias_E
                 ranked = ranked if masked is None else ranked.masked_fill(mask, -torch.inf)
-            answer = func(ranked, k, dim, *args, **kwargs).indices
+            # The view changes nothing, but a recomputation has one: selective checkpointing counts operators.
+            answer = func(ranked, k, dim, *args, **kwargs).indices.view(shape)
             if chosen_TK is not None:
                 answer = torch.where(chosen_TK.view(shape) < 0, answer, chosen_TK.view(shape).long())
         self._answer_TK = answer.view(-1, k)

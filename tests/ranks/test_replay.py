@@ -2,11 +2,13 @@
 """Recording and replaying routes: the same bits at once, the model's own rule elsewhere, errors before the forward."""
 
 from contextlib import nullcontext
+from functools import partial
 from unittest import mock
 
 import deepspeed.comm as dist
 import pytest
 import torch
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import ds_mxfp8_moe
 from ds_mxfp8_moe import record_routes, replay_routes
@@ -177,6 +179,24 @@ def test_pad_routes():
 @pytest.mark.slow
 def test_recomputations_choose_what_their_forward_chose(ranks2):
     assert ranks2.run(recomputed, "qwen3_moe") == [[], []]
+
+
+def recomputed_selectively() -> list[str]:
+    """What differs where a forward is recorded and replayed, in a model whose shared experts come after the others."""
+    net = small_model("deepseek_v3", torch.float32, attn_implementation="eager")
+    engine = ds_mxfp8_moe.initialize(model=net, config=ds_config(MXFP8, 0, 2))[0]
+    kept = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": kept})
+    plain = outcome(net, batch(0))
+    with record_routes(engine) as recorded:
+        live = outcome(net, batch(0))
+    with replay_routes(engine, recorded):
+        again = outcome(net, batch(0))
+    return different(plain, live) + different(live, again)
+
+
+def test_selective_checkpointing_recomputes_with_the_same_operators(ranks2):
+    assert ranks2.run(recomputed_selectively) == [[], []]
 
 
 def recomputed_and_compiled() -> list[str]:
