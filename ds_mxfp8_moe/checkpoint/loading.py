@@ -71,7 +71,10 @@ def adapt_module(engine: DeepSpeedEngine, arguments: dict[str, Any]) -> None:
     Raises:
         RuntimeError: the checkpoint has biases of "load_balance_coeff", without which experts are chosen otherwise.
     """
-    checkpoint = arguments["checkpoint"] = _with_biases(engine, arguments["checkpoint"], arguments["strict"])
+    checkpoint = arguments["checkpoint"]
+    check_biases(engine, checkpoint, arguments["strict"])
+    if biases := {bias: torch.zeros_like(own) for bias, own in _biases(engine).items() if own is not None}:
+        checkpoint = arguments["checkpoint"] = {**checkpoint, "module": {**biases, **checkpoint["module"]}}
     if engine.zero_optimization_stage() == 3:
         if fetched := arguments.get("z3_params_to_fetch"):
             arguments["z3_params_to_fetch"] = [p for p in fetched if is_moe_param(p)]
@@ -81,17 +84,20 @@ def adapt_module(engine: DeepSpeedEngine, arguments: dict[str, Any]) -> None:
         arguments["checkpoint"] = {**checkpoint, FROZEN_PARAM_FRAGMENTS: fragments | own}
 
 
-def _with_biases(engine: DeepSpeedEngine, checkpoint: dict[str, Any], strict: bool) -> dict[str, Any]:
-    blocks = [(bias_name(name, block), getattr(block.experts, "expert_bias", None))
-              for name, block in expert_blocks(engine.module)]
-    if dropped := [bias for bias, own in blocks if own is None and bias in checkpoint["module"]]:
+def check_biases(engine: DeepSpeedEngine, checkpoint: dict[str, Any], strict: bool = False) -> None:
+    """Raises RuntimeError if a checkpoint has biases of "load_balance_coeff" for which the model has no place. If not
+    `strict`, a line says so."""
+    if dropped := [bias for bias, own in _biases(engine).items() if own is None and bias in checkpoint["module"]]:
         text = f'has the biases of "load_balance_coeff" ({dropped[0]}, ...), and this run lacks the key'
         if strict:
             raise RuntimeError(f"it {text}: write it. A value of 1e-9 leaves the biases as they are")
         log_on_rank_0(f"mxfp8_moe: WARNING: the checkpoint {text}: experts are chosen without them")
-    missing = {bias: torch.zeros_like(own) for bias, own in blocks
-               if own is not None and bias not in checkpoint["module"]}
-    return {**checkpoint, "module": {**checkpoint["module"], **missing}} if missing else checkpoint
+
+
+def _biases(engine: DeepSpeedEngine) -> dict[str, torch.Tensor | None]:
+    """The biases by which the load of experts is balanced. None: a block has none."""
+    return {bias_name(name, block): getattr(block.experts, "expert_bias", None)
+            for name, block in expert_blocks(engine.module)}
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from .earlier_names import folders_found, present_buffers
 from .flash_states import as_adamw, is_flash
+from .loading import check_biases
 
 
 @torch.no_grad()
@@ -25,6 +26,7 @@ def load_universal(engine: DeepSpeedEngine, folder: Path, plain: Callable[[], An
         result = plain()
     file = engine.checkpoint_engine.load(result[0], map_location="cpu")
     if file["module"] is not None:  # of a pipeline, each layer has a file
+        check_biases(engine, file)
         buffers = engine.module.state_dict(keep_vars=True)
         for name, value in present_buffers(engine.module, file).items():
             buffers[name].copy_(value)

@@ -150,6 +150,24 @@ def test_a_run_that_resumes_may_begin_to_balance_and_must_not_end_it_unseen(rank
         assert 'has the biases of "load_balance_coeff"' in error and "Nothing was copied" in error
 
 
+def universal_without_the_key(folder: Path) -> str:
+    balanced = engine(SECTION, 1, **ADAM)
+    train_engine(balanced, range(1))
+    balanced.save_checkpoint(str(folder), tag="two")
+    if dist.get_rank() == 0:
+        to_universal(folder)
+    dist.barrier()
+    other = engine({"enabled": True}, 1, **ADAM, checkpoint={"load_universal": True})
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        other.load_checkpoint(str(folder), tag="two_universal")
+    return said.getvalue()
+
+
+def test_a_universal_checkpoint_without_its_biases_is_a_warning(ranks2, tmp_path):
+    said, _ = ranks2.run(universal_without_the_key, tmp_path)
+    assert "experts are chosen without them" in said
+
+
 def exported(adapters: bool) -> list[str]:
     net = engine_of(adapted() if adapters else model(), SECTION, 1)
     train_engine(net, range(1))
