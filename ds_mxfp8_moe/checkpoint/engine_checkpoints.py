@@ -52,6 +52,8 @@ from .universal import load_universal
 PROBE_BYTES = 2**20
 UNTOUCHED = "What was there before is untouched"
 UNCHANGED = "Nothing was copied: the engine is as before"
+WHOLE_EXPERTS = ('the run that saved it had whole experts on every rank, as without "expert_parallel". Start from the '
+                 "model that it has saved, by from_pretrained")
 MIXED = ("Some tensors were copied before that, so the engine's state is mixed. Do not train on it: load another "
          "checkpoint, or start again")
 
@@ -329,7 +331,8 @@ class _Loading:
         except (PeerError, CheckpointError):
             raise
         except Exception as error:
-            self.agree(error)
+            lacks_experts = isinstance(error, KeyError) and error.args == ("num_experts", )  # as DeepSpeed finds out
+            self.agree(RuntimeError(WHOLE_EXPERTS) if lacks_experts else error)
         self.agree()
         return result
 
@@ -357,7 +360,8 @@ class _Loading:
                     "quantized, in no checkpoint: this run has loaded another base model, or quantizes it differently "
                     "(frozen_experts, scaling_mode). Start from the same one. If the difference is meant, delete "
                     f'"frozen_experts" from {folder / MANIFEST}')
-        with_states = self.arguments["load_optimizer_states"] and not self.arguments["load_module_only"]
+        with_states = (engine.optimizer is not None and self.arguments["load_optimizer_states"]
+                       and not self.arguments["load_module_only"])
         if (with_states and engine.zero_optimization_stage() > 0
                 and manifest["world_size"] != dist.get_world_size()):
             raise RuntimeError(

@@ -10,6 +10,7 @@ import torch
 import ds_mxfp8_moe
 from ds_mxfp8_moe.checkpoint.engine_checkpoints import CheckpointError
 from tests.support import models
+from tests.support.autoep_models import ds_config, engine_of, model
 from tests.support.slow import slow_except
 from tests.support.spread_checkpoints_cases import MXFP8, build, read, to_universal, written
 
@@ -74,3 +75,29 @@ def test_other_ranks_for_experts_are_an_error_before_anything_is_copied(ranks2, 
     """ZeRO's partitions of experts have the same sizes then, with other experts in them."""
     for error in ranks2.run(on_another_number_of_ranks, tmp_path, make, stage):
         assert "on 2 ranks, and this run has them on 1" in error and "Nothing was copied" in error
+
+
+def without_an_optimizer(directory) -> None:
+    first, config = engine_of(model(), MXFP8), ds_config(MXFP8, ep_size=1)
+    first.save_checkpoint(str(directory))
+    del config["optimizer"]
+    second = ds_mxfp8_moe.initialize(model=model(seed=1), config=config)[0]
+    second.load_checkpoint(str(directory))
+    models.assert_same_bits(weights(second), weights(first))
+
+
+def test_an_engine_without_an_optimizer_takes_experts_of_other_ranks(ranks2, tmp_path):
+    ranks2.run(without_an_optimizer, tmp_path)
+
+
+def of_whole_experts(directory, stage: int) -> str:
+    engine_of(model(), None, stage).save_checkpoint(str(directory))
+    with pytest.raises(CheckpointError) as error:
+        of_autoep(stage, 2).load_checkpoint(str(directory))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("stage", slow_except([1, 3], 1))
+def test_a_checkpoint_without_expert_parallelism_is_an_error_in_words(ranks2, tmp_path, stage):
+    for error in ranks2.run(of_whole_experts, tmp_path, stage):
+        assert 'as without "expert_parallel"' in error and "Nothing was copied" in error
