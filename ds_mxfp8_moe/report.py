@@ -195,7 +195,7 @@ def what_will_happen(ds_config: dict, config: MXFP8MoEConfig) -> str:
     """What engines with this config do, in a sentence."""
     if not config.enabled:
         return "plain DeepSpeed"
-    who = "in any program that gives it to DeepSpeed"
+    who = "in any program that passes it to DeepSpeed"
     if hook_off():
         who = "only after ds_mxfp8_moe.enable(), or by ds_mxfp8_moe.initialize"
     spread = ds_config.get("expert_parallel")

@@ -124,7 +124,7 @@ SPREAD = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
     ({"mxfp8_moe": {"recipe": "mxfp8"}}, '[WARN] the section lacks "enabled": true'),
     ({"mxfp8_moe_config": {"enabled": True}}, '[WARN] there is no section "mxfp8_moe" in it'),
     ({"train_batch_size": 8}, 'enabled .................. false (default: plain DeepSpeed; write "enabled": true to'),
-    (ENABLED | SPREAD, "MoE layers are converted, in any program that gives it to DeepSpeed"),
+    (ENABLED | SPREAD, "MoE layers are converted, in any program that passes it to DeepSpeed"),
     (ENABLED, 'models of transformers need "expert_parallel": {"enabled": true, "autoep_size": N}'),
     (SPREAD | {"mxfp8_moe": {"enabled": False}}, "... plain DeepSpeed"),
     ({"mxfp8_moe": {"enabled": True, "capacity_factor": 1.5}},  # training goes on without it, and says so

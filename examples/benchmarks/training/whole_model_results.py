@@ -202,9 +202,13 @@ LOSS_ALONE, COMPILED = {"liger": "Liger's loss"}, {"compiled": changes.BETWEEN}
 WITHOUT_LIGER = COMPILED | {"loss": changes.IN_CHUNKS}
 LARGER = FASTEST | {"sequences": 2, "micro_batches": 4}
 STEPS = (("transformers with DeepSpeed", PLAIN, {}), ("AutoEP, by `expert_parallel`", AUTOEP, {}),
-         ("this package, by `mxfp8_moe`", DEFAULT, {}), ("Liger's norms, RoPE and loss", DEFAULT, LIGER),
-         ("its loss in large chunks", DEFAULT, FASTEST), ('`"recipe": "mxfp8"`', MXFP8, FASTEST))
-INSTEAD = (*((changes_of["loss"], DEFAULT, FASTEST | changes_of) for changes_of in (
+         ('this package, by `mxfp8_moe` with `"recipe": "bf16"`', BF16, {}),
+         ("its default recipe, experts in MXFP8", DEFAULT, {}),
+         ("Liger's norms, RoPE and loss", DEFAULT, LIGER), ("its loss in large chunks", DEFAULT, FASTEST),
+         ('`"recipe": "mxfp8"`', MXFP8, FASTEST))
+IN_BF16 = 'the same, `"recipe": "bf16"`'
+INSTEAD = (('`"recipe": "bf16"`', BF16, FASTEST),
+           *((changes_of["loss"], DEFAULT, FASTEST | changes_of) for changes_of in (
                {"loss": changes.IN_CHUNKS}, {"loss": changes.TILED}, {"loss": changes.OWN})),
            *((f"attention by {kind}", DEFAULT, FASTEST | {"attention": kind})
              for kind in (*changes.SDPA, "flex_attention")),
@@ -212,11 +216,12 @@ INSTEAD = (*((changes_of["loss"], DEFAULT, FASTEST | changes_of) for changes_of 
              for kind in (*changes.OPTIMIZERS, changes.FLASH, changes.FLASH_BF16) if kind),
            ("Liger's loss without its norms and RoPE", DEFAULT, FASTEST | LOSS_ALONE),
            ("Liger's loss alone, compiled between the MoE layers", DEFAULT, FASTEST | LOSS_ALONE | COMPILED),
+           (IN_BF16, BF16, FASTEST | LOSS_ALONE | COMPILED),
            ("without Liger, loss in chunks, compiled between the MoE layers", DEFAULT, WITHOUT_LIGER),
-           ('the same, `"recipe": "mxfp8"`', MXFP8, WITHOUT_LIGER),
+           (IN_BF16, BF16, WITHOUT_LIGER), ('the same, `"recipe": "mxfp8"`', MXFP8, WITHOUT_LIGER),
            ("DeepSpeed's throughput timer waits for the device", DEFAULT, FASTEST | {"timer": changes.WAITS}),
            ("quantized weights not kept", NOT_KEPT, FASTEST), ("attention without CUDA graphs", NO_GRAPHS, FASTEST),
-           ("4 micro-batches of 2 sequences", DEFAULT, LARGER),
+           ("4 micro-batches of 2 sequences, as many tokens a step", DEFAULT, LARGER),
            ("the same, checkpointing every other layer", DEFAULT,
             LARGER | {"checkpointing": "half"}),
            ("the same, checkpointing all layers", DEFAULT, LARGER | {"checkpointing": True}),
@@ -245,8 +250,7 @@ def steps_text(result: dict) -> str:
              show.markdown(lines, ["script", "tokens/s of a GPU", "of the line above", "peak, GiB"])]
     fastest = row_of(result, DEFAULT, FASTEST)
     if fastest and (instead := step_lines(result, INSTEAD, fastest)):
-        parts += ["One thing changed in the line with the loss in large chunks. 4 micro-batches of 2 sequences are as "
-                  "many tokens a step:",
+        parts += ["The line with the loss in large chunks, with something else instead:",
                   show.markdown(instead, ["instead", "tokens/s of a GPU", "of that line", "peak, GiB"])]
     flex, eager = (row_of(result, DEFAULT, CASES["full"][0] | LIGER | changed)
                    for changed in ({}, {"attention": "eager"}))
