@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.launched_model import MODEL
 from tests.support.rank_pool import free_port
+from tests.support.slow import slow_except
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(sys.executable).parent
@@ -63,7 +64,6 @@ def test_deepspeed(train):
     assert summary["moe_layers"] == summary["layers_converted"] == 2
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
+@pytest.mark.parametrize("launcher", slow_except(["torchrun", "mpirun"], "mpirun"))
 def test_the_other_launchers_train_alike(train, launcher):
     assert train(launcher)[0] == train("deepspeed")[0]
