@@ -97,7 +97,8 @@ def from_block_fp8(name: str, weight: torch.Tensor, factors: torch.Tensor, round
     # A NaN factor equals nothing. A NaN in the data needs a scale byte that says so.
     keeps_bytes = (_power_of_two(exponents) == factors).flatten(-2).all(-1) & ~_has_nan(weight)
     data, scales = weight, exponents.to(torch.uint8)
-    if inexact := [i for i, keeps in enumerate(keeps_bytes.view(-1).tolist()) if not keeps]:  # one wait for the device
+    # The only host sync here: tolist() waits for the device, once for all experts of this call.
+    if inexact := [i for i, keeps in enumerate(keeps_bytes.view(-1).tolist()) if not keeps]:
         data = weight.clone(memory_format=torch.contiguous_format)
         data_ENK, scales_E, factors_E = (one if weight.dim() == 3 else one[None] for one in (data, scales, factors))
         for i in inexact:  # one expert at a time, since float32 takes four times the memory

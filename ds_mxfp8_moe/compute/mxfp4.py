@@ -53,7 +53,7 @@ class MXFP4Weights(NamedTuple):
         return MXFP4Weights(self.codes[experts], self.scale_bytes[experts], self.tile_bytes[experts], self.dtype)
 
     def may_round(self) -> torch.Tensor:
-        """Bool [...]: whether a value may change in its tile of MXFP8. False: none does.
+        """Bool [...]: True if converting to tiles of MXFP8 may change a value. If False, all values stay exact.
 
         Values are multiples of half their block's scale. A tile holds multiples of 2^-9 of its own scale.
         """

@@ -233,7 +233,7 @@ def joined(factors: list[LowRank]) -> LowRank:
 
 
 def outermost_wrapper(layer: nn.Module) -> nn.Module | None:
-    """The outermost of the wrappers that experts hold, or those of a layer. None: there are none."""
+    """The outermost PEFT wrapper of a layer's experts, or of experts passed directly. None if nothing wraps them."""
     experts = getattr(layer, "experts", None)
     return None if experts is None else experts._modules.get("adapters")
 

@@ -235,8 +235,8 @@ def never_launched(launched: set) -> set:
 def compiled(request) -> Iterator[tuple]:
     """Launches by case and architecture, and the kernels that have none.
 
-    Compiled in processes of their own, which the interpreter has never seen. What both architectures launch is first
-    compiled for Hopper alone. CI compiles it for both with the oldest Triton.
+    Compiled in processes of their own, which the interpreter has never seen. CI compiles kernels that run on both
+    architectures for Hopper only with the newest Triton, and for both with the oldest.
     """
     for_both = request.param == "each kernel for both"
     with ProcessPoolExecutor(2, get_context("spawn"), _start, (sys.path, )) as pool:

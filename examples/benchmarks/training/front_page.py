@@ -226,15 +226,15 @@ def quality(study: dict) -> str:
 
 def skew(result: dict) -> str:
     """How much longer a step takes where the busiest rank gets 3 times the mean. `result`: of train.py."""
-    told = []
+    slowdowns = []
     by_case = {json.dumps(group.case, sort_keys=True): group for group in results_file.groups(result)}
     for group in by_case.values():
         if group.case["routing"] == "fullest rank 3x":
             even = by_case[json.dumps({**group.case, "routing": "even"}, sort_keys=True)]
             ours, theirs = (group.figure(name) / even.figure(name) for name in (train.HP, train.AUTOEP))
-            told.append(f"{ours:.2f}x as long with {SHAPES[group.case['size']]}'s shapes "
-                        f"({group.rows[train.HP]['experts_in']}; AutoEP {theirs:.2f}x)")
-    return f"With 3 times the mean load on one of 4 H200s, a step takes {', '.join(told)}."
+            slowdowns.append(f"{ours:.2f}x as long for {SHAPES[group.case['size']]}'s shapes "
+                             f"({group.rows[train.HP]['experts_in']}; AutoEP {theirs:.2f}x)")
+    return f"When one of 4 H200s gets 3 times the mean load, a step takes {' and '.join(slowdowns)}."
 
 
 def own_rates(fastest: dict, smallest: dict, in_4_bits: dict) -> str:
@@ -255,8 +255,8 @@ def own_rates(fastest: dict, smallest: dict, in_4_bits: dict) -> str:
         return f"{rate(row, 'MXFP8'):,.0f}"
 
     return textwrap.fill(
-        f"Ours, MXFP8 experts, one H200 as 1 of 8 ranks, no all-to-all: {full['case']['model']} trains at "
-        f"{told(full)} tokens/s ({full['tokens_per_s_exchange']:,} with a modeled all-to-all), or at {told(less)} in "
-        f"{less['peak_bytes'] / 2**30:.0f} GiB with 8-bit moments; {other['case']['model']} at {told(other)} "
-        f"({other['tokens_per_s_exchange']:,}). LoRA of the whole {full['case']['model']} takes {lora[0]:.0f} GiB, or "
+        f"Ours were measured on one H200 acting as 1 of 8 ranks, with MXFP8 experts and without the all-to-all. "
+        f"{full['case']['model']} trains at {told(full)} tokens/s ({full['tokens_per_s_exchange']:,} with a modeled "
+        f"all-to-all), or with 8-bit moments at {told(less)} in {less['peak_bytes'] / 2**30:.0f} GiB. "
+        f"{other['case']['model']} trains at {told(other)} ({other['tokens_per_s_exchange']:,}). LoRA of the whole {full['case']['model']} takes {lora[0]:.0f} GiB, or "
         f"{lora[1]:.0f} with 4-bit experts.", 119, break_on_hyphens=False)

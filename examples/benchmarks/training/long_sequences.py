@@ -90,7 +90,7 @@ SECTIONS: dict[str, dict[str, dict | None]] = {
     ADAPTED: {IN_8_BITS: LONG | {"frozen_experts": "mxfp8"}, IN_4_BITS: LONG | {"frozen_experts": "mxfp4"},
               IN_TURNS: LONG | {"frozen_experts": "mxfp4", "expert_turns": 4}},
     LONGEST: {AUTOEP: None, SMALLEST: {"expert_turns": 16, "keep_quantized_weights": False}}}
-START, MOST = 2, 32  # lengths to try first and last, times that of the other parts
+START, MOST = 2, 32  # the first and the longest length to try, as multiples of the sequence of the other parts
 BLOCK = 4096  # tokens that attend to each other where attention's time is left out
 SHORT, COMPILES = 4096, 2  # tokens of a rank in the steps that compile kernels, and their number
 UNTIMED, TIMED = {SHARED: 1, ADAPTED: 0}, {SHARED: 2, ADAPTED: 1}
