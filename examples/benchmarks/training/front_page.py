@@ -258,5 +258,6 @@ def own_rates(fastest: dict, smallest: dict, in_4_bits: dict) -> str:
         f"Ours were measured on one H200 acting as 1 of 8 ranks, with MXFP8 experts and without the all-to-all. "
         f"{full['case']['model']} trains at {told(full)} tokens/s ({full['tokens_per_s_exchange']:,} with a modeled "
         f"all-to-all), or with 8-bit moments at {told(less)} in {less['peak_bytes'] / 2**30:.0f} GiB. "
-        f"{other['case']['model']} trains at {told(other)} ({other['tokens_per_s_exchange']:,}). LoRA of the whole {full['case']['model']} takes {lora[0]:.0f} GiB, or "
+        f"{other['case']['model']} trains at {told(other)} ({other['tokens_per_s_exchange']:,}). "
+        f"LoRA of the whole {full['case']['model']} takes {lora[0]:.0f} GiB, or "
         f"{lora[1]:.0f} with 4-bit experts.", 119, break_on_hyphens=False)
